@@ -26,13 +26,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import msgpack
 import torch
 from torch import Tensor
 
 from distflow.config.spec import Spec
 from distflow.contracts.forms import ENGINE_TYPES
-from distflow.data.batch import Batch
-from distflow.data.crossing import REPORT, report_column, rows_for_others
+from distflow.data.batch import Batch, Ragged
+from distflow.data.crossing import POLICIES, REPORT, report_column, rows_for_others
 from distflow.data.databuffer import Databuffer, StepColumns
 from distflow.data.dataloader import REPEATS, Dataloader
 from distflow.data.row_filter import concat_non_empty
@@ -186,6 +187,7 @@ class Prompt:
     partial: PartialRollouts
     turn: int  # number under which its rows are saved if the loop ends before they are complete
     versions: dict[str, int]  # the least of each role's weights with which it may be sampled
+    policies: bytes = b""  # what has sampled it: see `POLICIES`
 
 
 class RolloutContext:
@@ -378,8 +380,11 @@ class RolloutContext:
                 self.engines[name].wait(version)
             self.awaited.pop(number, None)
             self.under_way[number] = prompt
+            before = {name: len(engine.rollout.proved) for name, engine in self.engines.items()}
             with recording(prompt.metrics):
                 yield
+            prompt.policies = msgpack.packb({name: self.engines[name].rollout.proved[count - 1 :]
+                                             for name, count in before.items()}) or b""
             del self.under_way[number]
             timeline.current().add(timeline.PROMPTS, f"prompt {int(prompt.lease.ids[0]) // self.channel.rows}", began,
                                    prompt.step + 1, rows=self.channel.rows)
@@ -424,7 +429,10 @@ class RolloutContext:
         reports = report_column([prompt.metrics.take() for prompt in prompts], self.channel.rows)
         dock.report_activity(f"putting samples of step {prompts[0].step}")
         ids = torch.cat([prompt.lease.ids for prompt in prompts])
-        rows = rows_for_others(self.plan, buffer, self.channel.rows, ids).with_columns({REPORT: reports})
+        policies = Ragged.from_rows([torch.frombuffer(bytearray(prompt.policies), dtype=torch.uint8)
+                                     for prompt in prompts for _ in range(self.channel.rows)])
+        rows = rows_for_others(self.plan, buffer, self.channel.rows, ids).with_columns(
+            {REPORT: reports, POLICIES: policies})
         with timeline.current().span(timeline.TRANSFERS, "put samples", prompts[0].step + 1, rows=len(rows)):
             dock.put(rows)
         for lease in (prompt.lease for prompt in prompts):

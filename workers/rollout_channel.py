@@ -13,27 +13,32 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 
+import msgpack
 import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch
+from distflow.data.crossing import POLICIES
 from distflow.dock import DockClient, TimedOut
 from distflow.dock.consumers import ORDER, REQUESTS, VALIDATION, run_consumers
 from distflow.dock.directory import ShardDirectory
 from distflow.dock.index import Lease
 from distflow.dock.process import ShardProcess, start
 from distflow.dock.selection import DockLayout
+from distflow.errors import EngineError
 from distflow.plan import Plan, RowLineage
 from distflow.recovery.store import RunStore
 from distflow.rpc.connection import Address
 from distflow.rpc.host import own_host
 from distflow.store.interface import Store, poll_interval
+from distflow.telemetry import events
 from distflow.weights.puller import Puller
 
 VALIDATING = "validating"  # what the dock is told of a rollout that has a request to validate, and the weights for it
 _OVER, _FIRST, _CAME, _LEFT, _DOCK = "over", "first step", "came", "left", "dock"
 _CLIENT_TIMEOUT = 10.0  # seconds
 _SLOT, _SETS = "versions/{}", 4096  # keys of sets of versions: prompts that wait are of a few sets at most
+_PUBLISHED = "fingerprints/{}/{}"  # keys of what was published as a version of a role, of as many versions
 _STATUS_POLLS = 4  # at who validates, in the time that a wait for rollouts may take
 _LEAVE_TIMEOUT, _POLL_INTERVAL = 10.0, 0.05  # seconds in which all ranks see the run end
 
@@ -89,6 +94,31 @@ class RolloutChannel:
         """Record the published versions of the roles' weights, under a number that no other set has."""
         self.version_set = self.store.add("version sets")
         self.store.put(_SLOT.format(self.version_set % _SETS), json.dumps([self.version_set, versions]))
+
+    def add_fingerprint(self, role: str, version: int, fingerprint: int) -> None:
+        """Record what is published as a version of a role; earlier attempts of the trainer may have used its number."""
+        known = self.fingerprints_of(role, version)
+        self.store.put(_PUBLISHED.format(role, version % _SETS), json.dumps([version, [*known, fingerprint]]))
+
+    def fingerprints_of(self, role: str, version: int) -> list[int]:
+        found = json.loads(self.store.get(_PUBLISHED.format(role, version % _SETS)) or "[-1, []]")
+        return found[1] if found[0] == version else []
+
+    def require_published(self, rows: Batch) -> None:
+        """Raise EngineError, with an event, if any row was sampled by weights that were not published as the version
+        that it names."""
+        if POLICIES not in rows.columns:
+            return
+        sampled = {(role, *policy) for packed in {bytes(row.numpy()) for row in rows[POLICIES].rows}
+                   for role, policies in msgpack.unpackb(packed).items() for policy in policies}
+        for role, version, fingerprint in sorted(sampled):
+            known = self.fingerprints_of(role, version) if fingerprint else []
+            if known and fingerprint not in known:
+                events.record("policy_refused", role=role, version=version, tensor="", tensors=0)
+                raise EngineError(f"rows of role `{role}` were sampled by weights with the fingerprint {fingerprint}, "
+                                  f"which were not published as version {version} (that has {known}): they are of "
+                                  "another policy and are not trained on. A rollout of another run, or memory that was "
+                                  "overwritten, may have sampled them; restart the rollouts")
 
     def versions_of(self, version_set: int) -> dict[str, int]:
         if self.found[0] != version_set:  # a rollout asks for each prompt of a step

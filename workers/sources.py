@@ -115,7 +115,9 @@ class AsyncSource(Dataloader):
         return self._lease_batch(number, timeout, self.batch)
 
     def _lease_batch(self, number: int, timeout: SampleTimeout, prompts: int) -> Batch:
-        return self.dock.fetch(self._lease(self.consumer, number, timeout, prompts))
+        rows = self.dock.fetch(self._lease(self.consumer, number, timeout, prompts))
+        self.channel.require_published(rows)
+        return rows
 
     def _lease(self, consumer: str, number: int, timeout: SampleTimeout, prompts: int) -> Lease:
         """Lease so many prompts under this number, which all ranks name."""

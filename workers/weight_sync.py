@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from distflow.plan import Plan
 from distflow.telemetry import timeline
+from distflow.weights.fingerprint import fingerprint_of
 from distflow.weights.publisher import Publisher
 from workers.engines.devices import is_half
 from workers.engines.role_engines import RoleEngines
@@ -38,7 +39,11 @@ class WeightPublication:
             if role.version != self.published.get(name):  # a step may leave nothing to train on
                 with timeline.current().span(timeline.WEIGHTS, "publish", role=name, version=role.version):
                     if name in self.publishers:
-                        self.publishers[name].publish(role.version, role.engine.shards(), _rollout_dtype(role))
+                        dtype = _rollout_dtype(role)
+                        sums = role.engine.sums(dtype)
+                        if dist.get_rank() == role.writer:
+                            self.channel.add_fingerprint(name, role.version, fingerprint_of(sums))
+                        self.publishers[name].publish(role.version, role.engine.shards(), dtype, sums)
                 self.published[name] = role.version
         dist.barrier()  # the version is complete as soon as the last rank has its part ready
         if dist.get_rank() == 0:
@@ -61,7 +66,7 @@ def load_if_newer(updates: WeightUpdates | None, on_new_weights: str, engine: Sh
         return
     if found == {weights.key}:
         with timeline.current().span(timeline.WEIGHTS, "load", version=weights.version):
-            engine.rollout.load(weights.tensors(), weights.version)
+            updates.load_into(engine.rollout)
         if on_new_weights == "restart":
             engine.restart()
         updates.mark_loaded()

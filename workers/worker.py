@@ -246,7 +246,7 @@ def _sample(context: RankContext, worker_context: WorkerContext, channel: Rollou
     roles, who = build_roles(spec, plan, names, sampling, context.device, training=False), \
         f"rollout {context.store.rank}"
     rollouts = {name: roles[name].sampler for name in sorted(sampling)}
-    updates = {name: WeightUpdates(channel.puller(name, who, spec.run.transport), engine.version)
+    updates = {name: WeightUpdates(channel.puller(name, who, spec.run.transport), engine.version, name)
                for name, engine in rollouts.items() if spec.dag.roles[name].trained}
     try:
         if dist.get_rank() == 0:

@@ -23,6 +23,7 @@ from distflow.plan import ROLLOUT, Plan, RowLineage, Task
 from distflow.telemetry.metrics import Metrics
 
 REPORT = "report"  # column beside those of nodes: metrics of a row's prompt
+POLICIES = "policies"  # another: by role, versions and fingerprints of the weights that sampled the row
 
 
 def rows_for_others(plan: Plan, buffer: Databuffer, rows: int, ids: Tensor) -> Batch:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from distflow.data.crossing import REPORT, ReceivedColumns, report_of
+from distflow.data.crossing import POLICIES, REPORT, ReceivedColumns, report_of
 from distflow.dock.selection import Consumer
 from distflow.plan import INFERENCE, ROLLOUT, TRAINER, Group, Plan
 
@@ -62,7 +62,7 @@ def consumers_of(written: Sequence[str], rows: int, step_rows: int | None, longe
     the trainer writes `trained`. All take at most `longest` bytes a row: where a prompt may be sampled there is room
     for what others add to it, so that only rollouts wait for room. Without `step_rows` samples are taken as they come.
     """
-    written = (*written, REPORT)
+    written = (*written, REPORT, POLICIES)
     samples, requests = ((first * rows, end * rows) for first, end in (SAMPLES, REQUESTS))
     readers = [Consumer(name, tuple(reads) or (ORDER,), (*writes, report_of(name)), rows, step_rows, ids=samples)
              for name, (reads, writes) in inference.items()]

@@ -18,6 +18,7 @@ import xxhash
 from torch import Tensor
 
 from distflow.weights.errors import WeightsError
+from distflow.weights.fingerprint import Sums, sums_of
 from distflow.weights.manifest import Chunk, PublishedVersion, RankManifest, Run, SliceEntry, checksum
 from distflow.weights.shard_slice import ShardSlice
 
@@ -233,6 +234,17 @@ class Weights:
     def key(self) -> str:
         """Identity of the version: its number, and the attempt of the trainer, which may publish a number again."""
         return self.chunks.key
+
+    @property
+    def values(self) -> Sums:
+        """Sums of the weights in the dtype in which they were published; empty if the trainer has given none."""
+        return self.chunks.parts[0].values
+
+    def values_in(self, dtype: torch.dtype) -> Sums:
+        """Return the published sums; for an engine of another dtype, those of these weights in it."""
+        travelled = {content.slice.dtype for pieces in self.found.values() for _, content in pieces}
+        return self.values if self.values and travelled == {dtype} else sums_of(
+            ((name, tensor.to(dtype)) for name, tensor in self.tensors()), dtype)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor by name, on the CPU, perhaps a view of memory that other processes use: it must not be

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgpack
@@ -23,6 +23,7 @@ import xxhash
 
 from distflow.rpc.packing import aligned
 from distflow.weights.errors import WeightsError
+from distflow.weights.fingerprint import Sums
 from distflow.weights.shard_slice import ShardSlice
 
 SUM = 16
@@ -54,12 +55,14 @@ class SliceEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class RankManifest:
-    """Manifest of one trainer rank's part: `sums` are the checksums of its chunks, joined."""
+    """Manifest of one trainer rank's part: `sums` are the checksums of its chunks, joined; `values` are those of the
+    whole weights of all parts (`fingerprint`), if the trainer gives them."""
 
     size: int
     chunk: int
     contents: tuple[SliceEntry, ...]
     sums: bytes
+    values: Sums = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.sums) // SUM
@@ -79,15 +82,15 @@ class RankManifest:
         contents = [[shard_slice.name, shard_slice.shape, shard_slice.start, shard_slice.size,
                      str(shard_slice.dtype).removeprefix("torch."), offset, order]
                     for shard_slice, offset, order in self.contents]
-        return msgpack.packb([self.size, self.chunk, contents, self.sums]) or b""
+        return msgpack.packb([self.size, self.chunk, contents, self.sums, self.values]) or b""
 
     @classmethod
     def unpack(cls, packed: bytes) -> RankManifest:
-        size, chunk, contents, sums = msgpack.unpackb(packed)
+        size, chunk, contents, sums, values = msgpack.unpackb(packed)
         found = tuple(SliceEntry(ShardSlice(name, tuple(shape), tuple(start), tuple(count), _dtype(dtype)), offset,
                                  order)
                       for name, shape, start, count, dtype, offset, order in contents)
-        return cls(size, chunk, found, sums)
+        return cls(size, chunk, found, sums, values)
 
 
 def lay_out(slices: Sequence[ShardSlice], orders: Sequence[int]) -> tuple[tuple[SliceEntry, ...], int]:

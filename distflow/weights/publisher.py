@@ -41,6 +41,7 @@ from distflow.telemetry.events import record
 from distflow.weights.chunk_store import ChunkStore, pack_masks
 from distflow.weights.directory import Directory, HeldChunks, SourceEntry
 from distflow.weights.errors import WeightsError, WeightsLate
+from distflow.weights.fingerprint import Sums
 from distflow.weights.host_copy import HostCopy
 from distflow.weights.manifest import (
     ManifestDigest,
@@ -259,18 +260,20 @@ class Publisher:
         self.source.start()
         self.directory.start()
 
-    def publish(self, version: int, shards: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
+    def publish(self, version: int, shards: Mapping[str, Tensor], dtype: torch.dtype | None = None,
+                values: Sums | None = None) -> None:
         """Copy and serve this rank's part of a version; when all ranks have done so, it is the newest.
 
         Args:
             shards: tensors by name, in the model's order: DTensors or whole ones. They may change afterwards.
             dtype: in which floating-point tensors travel; None: each in its own.
+            values: sums of the whole weights in that dtype, by which engines prove what they hold.
         """
         if self.held and version <= self.held[-1].version:
             raise WeightsError(f"version {version} was to be published after version {self.held[-1].version}; versions "
                                "count upwards")
         self._withdraw()
-        part, memory = self._copy_shards(shards, dtype)
+        part, memory = self._copy_shards(shards, dtype, values if values and self.rank == 0 else {})
         packed, chunks = part.pack(), ChunkStore(version, key(version, self.attempt))
         chunks.add(self.rank, part, packed, memory)
         self.held.append(chunks)
@@ -295,8 +298,8 @@ class Publisher:
             self.held.remove(chunks)
 
     @torch.no_grad()
-    def _copy_shards(self, shards: Mapping[str, Tensor],
-                     dtype: torch.dtype | None) -> tuple[RankManifest, numpy.ndarray]:
+    def _copy_shards(self, shards: Mapping[str, Tensor], dtype: torch.dtype | None,
+                     values: Sums) -> tuple[RankManifest, numpy.ndarray]:
         found = slices_of(shards)
         kinds = [dtype if dtype is not None and shard_slice.dtype.is_floating_point else shard_slice.dtype
                  for shard_slice, _ in found]
@@ -313,7 +316,7 @@ class Publisher:
             sums += [checksum(memory[index * chunk : (index + 1) * chunk]) for index in range(len(sums), ready)]
         if size > len(sums) * chunk:
             sums.append(checksum(memory[len(sums) * chunk :]))
-        return RankManifest(size, chunk, contents, b"".join(sums)), memory
+        return RankManifest(size, chunk, contents, b"".join(sums), values), memory
 
     def _publish_part(self, version: int, share: ManifestDigest) -> None:
         """Store this rank's part of a version; the last rank to do so announces the version."""

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from distflow.errors import EngineError
+from distflow.weights.fingerprint import Sums, sums_of
+from distflow.weights.shard_slice import slices_of
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -60,6 +62,20 @@ def gather_tensors(shards: Mapping[str, Tensor], dtype: torch.dtype | None = Non
         bucket[name], key, size = (shard, shard.to_local().to(kind)), key_here, size + count
     if bucket:
         yield from _gather_bucket(bucket)
+
+
+def sums_of_shards(shards: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Sums:
+    """Return the sums of whole tensors, of which nothing is gathered. Collective over the shards' meshes, on `device`.
+    """
+    slices, found = slices_of(shards), {}
+    for mesh in dict.fromkeys(getattr(shard, "device_mesh", None) for shard in shards.values()):
+        names = [name for name, shard in shards.items() if getattr(shard, "device_mesh", None) == mesh]
+        local = sums_of(((each.name, part.to(dtype)) for each, part in slices if each.name in {*names}), dtype)
+        values = torch.tensor([local.get(name, 0) for name in names], device=device)
+        for group in mesh.get_all_groups() if mesh else ():
+            dist.all_reduce(values, group=group)
+        found |= dict(zip(names, values.tolist()))
+    return {name: found[name] for name in shards}
 
 
 def _check(name: str, shard: DTensor) -> None:

@@ -21,6 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from distflow.config.run import Generation, RoleRun
 from distflow.errors import EngineError
+from distflow.weights.fingerprint import sums_of
 from workers.engines.devices import dimension, dtype_of
 from workers.engines.rollout import Rollout, SampledRow, Session
 from workers.engines.sampling import TokenLimits
@@ -40,7 +41,8 @@ class ExternalRollout(Rollout):
         self.device, self.tp = mesh.device_type, dimension(mesh, "tp")
         self.dtype = dtype_of(settings, self.device)
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        self.constants = constant_tensors(model)
+        self.constants, self.tied = constant_tensors(model), dict(model.all_tied_weights_keys)
+        self.ranks, self.exact = self.tp, settings.generation.quantization == "none"
         self.vocabulary: int = model.config.get_text_config().vocab_size
         self.cached, self.numbers = True, itertools.count()
         self.sessions: weakref.WeakSet[RequestSession] = weakref.WeakSet()
@@ -49,8 +51,11 @@ class ExternalRollout(Rollout):
     def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
               seed: int, end_tokens: list[int], shared: Iterable[nn.Parameter] = ()) -> Rollout:
         engine = cls(model, settings, mesh, seed, end_tokens)
-        engine.load(((name, parameter.data) for name, parameter in model.named_parameters()
-                     if parameter.requires_grad or not engine.constants), version=0)  # those that are frozen are there
+        first = {name: parameter.data.to(engine.dtype) for name, parameter in model.named_parameters()
+                 if parameter.requires_grad or not engine.constants}  # those that are frozen are there
+        engine.load(first.items(), version=0)
+        engine.prove(type(model).__name__, sums_of(first.items(), engine.dtype))
+        engine.proved = Rollout.proved
         return engine
 
     def session(self, key: int, temperature: float | None = None, keep_cache: bool = False,

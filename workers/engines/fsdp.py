@@ -28,7 +28,8 @@ from distflow.errors import EngineError
 from distflow.plan import Layout
 from distflow.telemetry import heartbeat
 from distflow.telemetry.metrics import current
-from distflow.weights.reshard import gather_tensors
+from distflow.weights.fingerprint import Sums
+from distflow.weights.reshard import gather_tensors, sums_of_shards
 from workers.engines import tensor_parallel
 from workers.engines.capabilities import Capabilities, attend_by, decoder_layers, token_mixers
 from workers.engines.context_parallel import ContextParallelCache, has_windows
@@ -226,6 +227,9 @@ class FSDPEngine(Trainer):
         if self.settings.offload:  # collectives need them on the mesh's device
             shards = {name: shard.to(self.device) for name, shard in shards.items()}
         return gather_tensors(shards, dtype, into)
+
+    def sums(self, dtype: torch.dtype) -> Sums:
+        return sums_of_shards(self.shards(), dtype, self.device)
 
     def resident(self, weights: bool = True) -> Iterator[Tensor]:
         states = self.optimizer.state.values() if self.optimizer else ()

@@ -27,6 +27,7 @@ from distflow.config.run import Generation, RoleRun
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
+from distflow.weights.fingerprint import Sums, sums_of
 from workers.engines.capabilities import Capabilities, bound_time_steps
 from workers.engines.chat import pad_token
 from workers.engines.decode_graph import DecodeGraph, can_be_captured
@@ -76,7 +77,7 @@ class HFRollout(Rollout):
         whole = copy.deepcopy(model, copies | {id(each): each for each in shared})
         nn.Module.to(whole, device)
         engine = cls(whole, settings.generation, pad_token(tokenizer), end_tokens, shared)
-        engine.version = 0
+        engine.version, engine.tied = 0, dict(model.all_tied_weights_keys)
         return engine
 
     def session(self, key: int, temperature: float | None = None, keep_cache: bool = False,
@@ -104,6 +105,9 @@ class HFRollout(Rollout):
             size += own[name].nbytes
         self.version = version
         return size
+
+    def held(self) -> Sums:
+        return sums_of(self.model.named_parameters(), self.dtype)
 
     def sleep(self) -> None:
         for parameter in self._alone():

@@ -105,7 +105,7 @@ class RoleEngines:
         here = meshes.rollout or meshes.trainer
         if self.rollout is None or here is None or not (self._trainer or meshes.route):
             return None
-        return EngineSwap(self._trainer, self.rollout, swap, meshes.route, device_of(here))
+        return EngineSwap(self._trainer, self.rollout, swap, meshes.route, device_of(here), self.name)
 
     @property
     def engine(self) -> Trainer:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -21,7 +22,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from distflow.config.run import Generation, RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
-from distflow.telemetry import timeline
+from distflow.telemetry import events, timeline
+from distflow.weights.fingerprint import HeldWeights, Sums, fingerprint_of
 from workers.engines.sampling import TokenLimits
 
 
@@ -231,6 +233,12 @@ class Rollout(Sampler):
     paused = False
     absent = False  # whether the model is on other ranks alone
     stop: StopStrings | None = None  # texts that end a turn, besides `end_tokens`
+    tied: Mapping[str, str] = {}  # names of tied weights, by that of each copy
+    ranks = 1  # over which what is held adds up
+    exact = True  # whether weights are held in `dtype`, not quantized
+    proved: tuple[tuple[int, int], ...] = ((0, 0),)
+    """Versions that it has sampled with, each with the fingerprint of the weights that it was proved to hold; 0: those
+    that the model was loaded with."""
 
     @classmethod
     @abstractmethod
@@ -242,6 +250,34 @@ class Rollout(Sampler):
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Replace weights by whole tensors under their Hugging Face names; return the number of bytes. A tensor may be
         overwritten once the next one is requested. Weights that are not named stay as they are."""
+
+    @abstractmethod
+    def held(self) -> Sums:
+        """Return the checksums of the parameters that the engine computes with, read where it has them, under its
+        library's names and added up over its ranks. See `distflow.weights.fingerprint`."""
+
+    @cached_property
+    def _held_weights(self) -> HeldWeights:
+        return HeldWeights()
+
+    def differing(self, published: Sums) -> list[str]:
+        """Return the names of published weights that the engine does not hold. Collective over its ranks."""
+        held = self.held()
+        copies = {copy: published[name] for copy, name in self.tied.items() if name in published and copy in held}
+        return self._held_weights.differing(published | copies, held, self.ranks, self.exact)
+
+    def prove(self, role: str, published: Sums, fingerprint: int = 0) -> None:
+        """Prove that the engine holds what was published as its version. Raises EngineError, with an event: it does
+        not. `published`: checksums in the engine's `dtype`; `fingerprint`: of those in another."""
+        if odd := self.differing(published):
+            events.record("policy_refused", role=role, version=self.version, tensor=odd[0], tensors=len(odd))
+            raise EngineError(f"role `{role}`: the engine that samples ({type(self).__name__}) does not hold version "
+                              f"{self.version} of the weights as the trainer published it: `{odd[0]}` differs"
+                              f"{f', and {len(odd) - 1} more' if odd[1:] else ''}. Its rows would be of another "
+                              "policy, so that none is sampled. The usual cause: a weight that the engine's library "
+                              "did not take, or keeps in another dtype."
+                              f"{'' if self.shares_base else ' Instead:  rollout: hf'}")
+        self.proved = (*self.proved, (self.version, fingerprint or fingerprint_of(published)))
 
     def candidates(self, key: str) -> set[str]:
         """Return the keys of the weights that have arrived on the engine's ranks ("": none); `key` is this rank's."""
@@ -300,6 +336,11 @@ class AbsentRollout(Rollout):
             continue
         self.version = version
         return 0
+
+    def held(self) -> Sums:
+        return {}
+
+    def prove(self, role: str, published: Sums, fingerprint: int = 0) -> None: ...
 
     def sleep(self) -> None: ...
 

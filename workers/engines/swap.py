@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from distflow.telemetry.metrics import current
+from distflow.weights.fingerprint import Sums
 from distflow.weights.offload import HostOffload
 from workers.engines.rollout import Rollout
 from workers.engines.trainer import Trainer
@@ -24,9 +25,10 @@ class EngineSwap:
     """
 
     def __init__(self, trainer: Trainer | None, rollout: Rollout, swap: bool, route: WeightRoute | None = None,
-                 device: torch.device | None = None):
-        """`route`: of the weights, where the engines are not on the same ranks; `device`: where they arrive."""
-        self.trainer, self.rollout, self.route, self.device = trainer, rollout, route, device
+                 device: torch.device | None = None, role: str = ""):
+        """`route`: of the weights, where the engines are not on the same ranks; `device`: where they arrive; `role`:
+        whose engines they are, in errors."""
+        self.trainer, self.rollout, self.route, self.device, self.role = trainer, rollout, route, device, role
         self.swap = swap and trainer is not None and not rollout.absent
         self.optimizer = HostOffload(lambda: trainer.resident(weights=False) if trainer else (),
                                      trainer.scratch if trainer else tuple)
@@ -69,6 +71,7 @@ class EngineSwap:
         newer = self._version_to_load()
         if newer is not None:  # always so when it has slept
             current().maximum("weights/bytes", self.rollout.load(self._weights(), newer))
+            self.rollout.prove(self.role, self._published())
 
     def _version_to_load(self) -> int | None:
         """Return the version to load; None if it is loaded."""
@@ -76,6 +79,10 @@ class EngineSwap:
         if self.route:
             return self.route.newer_version(trained, None if self.rollout.absent else self.rollout.version)
         return None if self.rollout.version == trained else trained
+
+    def _published(self) -> Sums:
+        sums = self.trainer.sums(self.rollout.dtype) if self.trainer else None
+        return self.route.first_of(sums) if self.route else sums or {}
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.trainer:

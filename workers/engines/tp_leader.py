@@ -22,6 +22,7 @@ from torch import Tensor
 
 from distflow.data.exchange import gather
 from distflow.telemetry import heartbeat
+from distflow.weights.fingerprint import Sums
 from workers.engines.rollout import Rollout, SampledRow, Session
 from workers.engines.sampling import TokenLimits
 from workers.engines.weight_updates import WeightUpdates
@@ -65,6 +66,14 @@ class TPLeader(Rollout):
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         self.broadcast("", "load")
         return self.engine.load(weights, version)
+
+    def held(self) -> Sums:
+        return self.engine.held()
+
+    def prove(self, role: str, published: Sums, fingerprint: int = 0) -> None:
+        """See `Rollout.prove`. A follower that has loaded weights does so too."""
+        self.engine.prove(role, published, fingerprint)
+        self.proved = self.engine.proved
 
     def sleep(self) -> None:
         self.broadcast("", "sleep")
@@ -153,7 +162,7 @@ class TPFollowerEngine:
             self._mirror_heartbeat(step, finished)
             released = call == ["release"]
             if call == ["load"] and self.updates and weights:
-                self.engine.load(weights.tensors(), weights.version)
+                self.updates.load_into(self.engine)
                 self.updates.mark_loaded()
             elif call and not released:
                 self._make(*call)

@@ -20,6 +20,7 @@ from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
 from distflow.telemetry.metrics import current
+from distflow.weights.fingerprint import Sums, sums_of
 from workers.engines.devices import device_of, peak_of
 
 LossOf = Callable[[Tensor, Tensor, Batch], Tensor]
@@ -126,6 +127,10 @@ class Trainer(ABC):
         """Return this rank's part of the trained weights: DTensors, or tensors that no other rank has. Collective."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         return {name: whole.clone() for index, (name, whole) in enumerate(self.export()) if index % ranks == rank}
+
+    def sums(self, dtype: torch.dtype) -> Sums:
+        """Return the checksums of the trained weights in a dtype, see `distflow.weights.fingerprint`. Collective."""
+        return sums_of(self.export(dtype), dtype)
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,6 +74,10 @@ class WeightRoute:
             dist.broadcast(buffer, self.first, self.receiving)
             for (name, shape, dtype), start in zip(heads, edges):
                 yield name, tensor_at(buffer, start, shape, getattr(torch, dtype))
+
+    def first_of(self, value: Any) -> Any:
+        """Return the value of the first rank that has one. Collective over the ranks of both engines."""
+        return next(each for each in gather_values(value, self.members) if each is not None)
 
     def _send(self, heads: list[Head], bucket: Tensor) -> None:
         if heads:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
 from distflow.telemetry.events import record
 from distflow.weights.chunk_store import Weights
 from distflow.weights.errors import WeightsLate
+from distflow.weights.fingerprint import fingerprint_of
 from distflow.weights.manifest import version_of
 from distflow.weights.puller import Puller
+from workers.engines.rollout import Rollout
 
 _PULL_TIMEOUT = 5.0  # seconds of pulling after which a version is recorded as late
 _RETRY_INTERVAL = 1.0  # seconds until a version without a live source is tried again
@@ -19,8 +22,8 @@ _RETRY_INTERVAL = 1.0  # seconds until a version without a live source is tried 
 class WeightUpdates:
     """Thread that pulls each newer version, once the one before is used or dropped."""
 
-    def __init__(self, puller: Puller, version: int):
-        self.puller, self.version, self.key = puller, version, ""
+    def __init__(self, puller: Puller, version: int, role: str = ""):
+        self.puller, self.version, self.role, self.key = puller, version, role, ""
         self.missed = ""  # key of the version that could not be pulled
         self.pulled: Weights | None = None
         self.changed = threading.Condition()
@@ -33,6 +36,14 @@ class WeightUpdates:
         if self.job.done():
             self.job.result()
         return self.pulled
+
+    def load_into(self, engine: Rollout) -> None:
+        """Load the pulled weights into an engine, which proves that it has them. Collective over its ranks."""
+        if (weights := self.pulled) is None:
+            raise EngineError("no weights have been pulled")
+        engine.load(weights.tensors(), weights.version)
+        published = fingerprint_of(weights.values) if weights.values else 0
+        engine.prove(self.role, weights.values_in(engine.dtype), published)
 
     def mark_loaded(self) -> None:
         if self.pulled is not None:

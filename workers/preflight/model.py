@@ -204,9 +204,7 @@ def prove_sampling(role: RoleEngines, rows: ProofRows, when: str) -> list[Failed
 def _stale_weight(role: RoleEngines) -> str:
     """Return which weight the engine that samples has otherwise on any rank; "" if none, or none can be looked at.
     Collective."""
-    buffers = {} if role.settings.swap else role.sampler.weight_buffers()
-    odd = [name for name, whole in role.engine.export(role.sampler.dtype) if name in buffers
-           and not torch.equal(buffers[name], whole.to(buffers[name]))] if buffers else []
+    odd = [] if role.settings.swap else role.sampler.differing(role.engine.sums(role.sampler.dtype))
     if not float(_largest(role, torch.tensor([float(len(odd))]))[0]):
         return ""
     return f"`{odd[0]}`" if odd else "on another rank"

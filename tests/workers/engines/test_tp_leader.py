@@ -202,6 +202,9 @@ class Ahead:
     def drop(self):
         self.dropped = True
 
+    def load_into(self, engine):
+        engine.load(self.tensors(), self.version)
+
     def mark_loaded(self):
         self.key = ""
 

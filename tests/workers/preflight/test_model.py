@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from distflow.config.run import Data, Lora, RoleRun
 from distflow.data.batch import Batch
-from distflow.errors import InvalidInput
+from distflow.errors import EngineError, InvalidInput
 from distflow.plan import Layout
 from workers.engines import attention
 from workers.engines.embedded import build_tokenizer
@@ -147,24 +147,27 @@ def test_faults_of_what_was_loaded_are_found(start, fault):
         proofs.at_start({"actor": role}, Preflight())
 
 
-def keep_version(role):
-    role.rollout.version = role.version
-
-
 def load_half(role):
     load = role.rollout.load
     role.rollout.load = lambda weights, version: load(
         ((name, whole) for name, whole in weights if "lora_B" not in name), version)
 
 
-@pytest.mark.parametrize(("lora", "fault"), [(None, keep_version), (Lora(rank=4), load_half)])
-def test_an_old_policy_that_samples_on_is_found_after_the_first_update(start, lora, fault):
-    role, proofs = start(lora=lora)
+def test_an_old_policy_that_samples_on_is_found_after_the_first_update(start):
+    role, proofs = start()
     proofs.at_start({"actor": role}, Preflight())
     update(role)
-    fault(role)
+    role.rollout.version = role.version
     with pytest.raises(InvalidInput, match="`rollout: hf`: it computes .* after the first update"):
         proofs.after_update({"actor": role})
+
+
+def test_adapters_of_which_half_are_loaded_sample_nothing(start):
+    role, _ = start(lora=Lora(rank=4))
+    update(role)
+    load_half(role)
+    with pytest.raises(EngineError, match=r"role `actor`.* does not hold version 1 .*lora_B.* differs"):
+        role.generate(ROWS.prompts, torch.arange(3))
 
 
 def test_a_model_of_half_precision_is_computed_as_it_was_loaded_too():

@@ -11,10 +11,12 @@ import copy
 import itertools
 import json
 import queue
+import shutil
 import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,17 +30,21 @@ from distflow.config.run import Generation, RoleRun
 from distflow.errors import EngineError
 from distflow.rpc.shared_memory import machine_name
 from distflow.telemetry import heartbeat
+from distflow.weights import fingerprint
+from distflow.weights.fingerprint import Sums, add_up
 from workers.engines.devices import dimension
 from workers.engines.external import ExternalRollout, RequestSession, cache_on_cpu, end_turn
 from workers.engines.rollout import SampledRow, require_shapes
 from workers.engines.sampling import TokenLimits, key_of
 from workers.engines.sglang.server import SGLangServer
-from workers.engines.sglang.weights import Buckets
+from workers.engines.sglang.weights import Buckets, serialize_handles
 
 _HEALTH_TIMEOUT = 60.0  # seconds in which a healthy server samples a token
 _KEEPALIVE = 10.0  # seconds between broadcasts while the server starts, so that no collective times out
 _STEP_TIMEOUT, _FIRST_TIMEOUT = 0.1, 1.0  # seconds that a step waits: for a turn to end, for first tokens
 _CACHES = ["kv_cache", "cuda_graph"]
+_READ = f"distflow_fingerprint.{fingerprint.write_sums.__name__}"
+"""Function that the server's processes call to read their weights, from a copy of `distflow.weights.fingerprint`."""
 
 
 class TPGroup:
@@ -150,7 +156,7 @@ class SGLangSession(RequestSession):
         common = {"temperature": self.temperature, "top_p": limits.top_p, "top_k": limits.top_k or no_limit,
                   "stop_token_ids": sorted(self.ends)}
         return {"rid": list(new), "input_ids": [row.sequence.tolist() for row in new.values()],
-                "return_logprob": True, "sampling_params": [
+                "extra_key": str(self.engine.version), "return_logprob": True, "sampling_params": [
                     {**common, "max_new_tokens": row.limit, "sampling_seed": key_of(self.key_of(row), row.id)}
                     for row in new.values()]}
 
@@ -233,6 +239,7 @@ class SGLangRollout(ExternalRollout):
         config.architectures = [type(model).__name__]
         config.eos_token_id = None  # end tokens are passed with each request
         config.save_pretrained(folder.name)
+        shutil.copy(fingerprint.__file__, Path(folder.name, f"{_READ.partition('.')[0]}.py"))
         self.server = SGLangServer(folder, self._flags(config, folder.name, seed), self.device, self.share.size)
         self.closing = weakref.finalize(self, self.server.close)
         known = ROLLOUTS["sglang"].tested
@@ -245,6 +252,7 @@ class SGLangRollout(ExternalRollout):
         flags = {"model-path": folder, "load-format": "dummy", "dtype": str(self.dtype).removeprefix("torch."),
                  "random-seed": seed % 2**31, "max-running-requests": settings.batch_rows, "tp-size": self.share.size,
                  "stream-interval": 1 << 30,  # events come at a row's first token and at its end
+                 "custom-weight-loader": _READ,
                  "log-level": "warning", **special(config, settings, self.dtype)}
         switches = ["--skip-tokenizer-init", "--sleep-on-idle",
                     *(["--enable-deterministic-inference"] * settings.batch_invariant),
@@ -268,6 +276,27 @@ class SGLangRollout(ExternalRollout):
             size = sum(tensor.numel() for _, tensor in require_shapes(weights, self.shapes)) * self.dtype.itemsize
         self.version = version
         return size
+
+    def held(self) -> Sums:
+        sums = self.share.broadcast(self._read)
+        return {name: value for name, value in sums.items() if name not in self.constants}
+
+    def _read(self) -> Sums:
+        """Have each of the server's processes write the sums of its parameters into the server's folder."""
+        asked = serialize_handles([(str(self.dtype).removeprefix("torch."), torch.zeros(1))])
+        if not self.paused:
+            self._call("/pause_generation", {"mode": "in_place"})
+        self._call("/begin_weight_update", {})
+        self._call("/update_weights_from_tensor", {"serialized_named_tensors": [asked] * self.share.size,
+                                                   "load_format": _READ, "flush_cache": False})
+        self._call("/end_weight_update", {})
+        if not self.paused:
+            self._call("/continue_generation", {})
+        files = [*Path(self.own_server.folder.name).glob("sums-*.json")]
+        parts = [json.loads(file.read_text()) for file in files]
+        for file in files:
+            file.unlink()
+        return {name: add_up(part[name] for part in parts) for name in parts[0]}
 
     @contextlib.contextmanager
     def _paused_for_update(self) -> Iterator[None]:

@@ -7,13 +7,14 @@ adapter is replaced in place, so that rows under way go on with the new one, as 
 from __future__ import annotations
 
 import json
+import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distflow.config.run import Lora
@@ -67,3 +68,15 @@ def load(core: EngineCoreClient, lora: Lora, weights: Mapping[str, Tensor]) -> N
                   "target_modules": sorted({name.split(".lora_")[0].rpartition(".")[2] for name in weights})}
         (Path(folder) / "adapter_config.json").write_text(json.dumps(config))
         core.add_lora(request(folder, load=True))
+
+
+def adapters_of(model: nn.Module, lora: Lora | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the matrices of the adapter in vLLM's only slot, by their names in the trainer; none if none is in use.
+    vLLM has B times the scale, which is undone where that is exact."""
+    scale = lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank) if lora else 1.0
+    exact = math.frexp(scale)[0] == 0.5
+    for name, module in model.named_modules() if lora else ():
+        for kind in ("a", "b"):
+            for matrix in getattr(module, f"lora_{kind}_stacked", ()):
+                whole = matrix[0] / scale if kind == "b" and exact else matrix[0]
+                yield f"{name}.lora_{kind.upper()}.{NAME}.weight{'' if exact or kind == 'a' else ' scaled'}", whole

@@ -9,17 +9,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from distflow.config.run import RoleRun
+from distflow.data.exchange import gather_values
 from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
+from distflow.weights.fingerprint import Sums, add_up, sums_of
 from workers.engines.external import ExternalRollout, RequestSession, end_turn
 from workers.engines.rollout import SampledRow, require_shapes, weight_mismatch
 from workers.engines.sampling import TokenLimits
-from workers.engines.vllm.start import shut_down, start, tied_copies, translate_errors
+from workers.engines.vllm.start import shut_down, start, tied_copies, translate_errors, weights_of
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -59,8 +61,8 @@ class VLLMSession(RequestSession):
                                 len(row.sequence) - row.prompt, row.limit, self.engine.ends)
             with translate_errors(f"take a row of {len(row.sequence)} tokens"):
                 self.engine.core.add_request(self.engine.llm.input_processor.process_inputs(
-                    request, {"prompt_token_ids": row.sequence.tolist()}, params, self.engine.tasks,
-                    lora_request=self.engine.adapter))
+                    request, {"prompt_token_ids": row.sequence.tolist(), "cache_salt": str(self.engine.version)},
+                    params, self.engine.tasks, lora_request=self.engine.adapter))
             self.turns[request] = _SampledTurn(row)
 
     def _advance(self) -> None:
@@ -115,7 +117,9 @@ class VLLMRollout(ExternalRollout):
         self.closing = weakref.finalize(self, shut_down, self.core.engine_core)
         self.tasks = self.core.get_supported_tasks()
         worker = self.core.engine_core.model_executor.driver_worker
-        self.fused = getattr(worker.get_model(), "packed_modules_mapping", {})
+        self.model: nn.Module = worker.get_model()
+        self.fused = getattr(self.model, "packed_modules_mapping", {})
+        self.group = mesh["tp"].get_group() if self.tp > 1 else None
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Load weights; rows under way are prefilled again, since their caches belong to the old weights."""
@@ -125,9 +129,23 @@ class VLLMRollout(ExternalRollout):
             if not self.cached:
                 self.llm.wake_up(tags=["kv_cache"])
                 self.cached = True
-            self.llm.reset_prefix_cache(reset_running_requests=True)
+            if not self.llm.reset_prefix_cache(reset_running_requests=True):
+                raise EngineError("vLLM keeps what older weights have read: its prefix cache cannot be emptied")
         self.version = version
         return size
+
+    def held(self) -> Sums:
+        if self.lora:
+            from workers.engines.vllm.adapters import adapters_of
+
+            named = adapters_of(self.model, self.lora if self.adapter else None)
+        else:
+            named = weights_of(self.model)
+        own = sums_of(((name, tensor) for name, tensor in named if name not in self.constants), self.dtype)
+        if self.group is None:
+            return own
+        parts = gather_values(own, self.group)
+        return {name: add_up(part[name] for part in parts) for name in own}
 
     def _load_whole(self, weights: Iterable[tuple[str, Tensor]]) -> int:
         device = self.llm.vllm_config.device_config.device

@@ -11,10 +11,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from distflow.config.run import Generation, Lora
@@ -161,6 +162,22 @@ def tied_copies(model: PreTrainedModel, device: str) -> dict[str, str]:
     reload of the tied embeddings would not reach it."""
     tied = device == "cpu" and model.config.tie_word_embeddings
     return {source: target for target, source in model.all_tied_weights_keys.items()} if tied else {}
+
+
+def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a model by vLLM's names; on a CPU also those that it has packed for its kernels, which
+    are read by asking a layer for the images of unit vectors."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        module: Any = modules[name.rpartition(".")[0]]
+        packed = getattr(module, "cpu_linear", None) if name.endswith(".weight") else None
+        if packed is None or (parameter.numel() and not isinstance(module, ParallelLMHead)):
+            yield name, parameter
+        else:
+            inputs = parameter.shape[1] if parameter.numel() else module.input_size_per_partition
+            yield name, packed(torch.eye(inputs, dtype=parameter.dtype), parameter, None)
 
 
 def on_cpu(config: PretrainedConfig, generation: Generation, dtype: torch.dtype) -> dict[str, object]:
