@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
+import signal
+import threading
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar, overload
 
@@ -250,12 +253,14 @@ def _register(registry: dict[str, Any], function: F) -> F:
     return function
 
 
-def load_module(name: str, hint: str = "") -> types.ModuleType:
-    """Import a module of node functions, which registers them. Raises InvalidInput with the failing line and `hint`."""
+def load_module(name: str, hint: str = "", limit: float = 300.0) -> types.ModuleType:
+    """Import a module of node functions, which registers them. Raises InvalidInput with the failing line and `hint`,
+    also if it takes longer than `limit` seconds in the main thread."""
     try:
-        return importlib.import_module(name)
+        with _limited(limit):
+            return importlib.import_module(name)
     except _IMPORT_FAILS as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
+        frame = [each for each in traceback.extract_tb(error.__traceback__) if each.filename != __file__][-1]
         where: Location | None = Location(shown(frame.filename), frame.lineno or 0, 1, 0, frame.line or "")
         if isinstance(error, SyntaxError):
             text = (error.text or "").rstrip()
@@ -264,3 +269,22 @@ def load_module(name: str, hint: str = "") -> types.ModuleType:
             where = None
         what = f"module `{name}` fails when it is imported: {type(error).__name__}: {error}"
         raise InvalidInput(Diagnostic(what, where, hint)) from error
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in what takes longer. Signals reach the main thread alone: in others there is no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"it is still running after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

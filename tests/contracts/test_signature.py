@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.contracts.decorators import load_module
 from distflow.contracts.forms import Contract, Read
 from distflow.contracts.functions import built_in, imported, load_function, of_module
 from distflow.contracts.modules import module_file
@@ -166,6 +167,12 @@ def test_load_function_says_where_an_import_fails(module, line: str, error: str)
     name = module(f"import sys\n\ndef f():\n    {line}\n\nf()\n")
     with pytest.raises(InvalidInput, match=rf"{name}\.py:4: module `{name}` fails when it is imported: {error}"):
         load_function(f"{name}:f")
+
+
+def test_load_module_ends_an_import_that_goes_on(module) -> None:
+    name = module("import itertools\n\nfor _ in itertools.count():\n    pass\n")
+    with pytest.raises(InvalidInput, match=rf"{name}\.py:[34]: module `{name}` fails when it is imported: Timeout"):
+        load_module(name, limit=0.2)
 
 
 def test_modules_in_folders_without_running_their_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
