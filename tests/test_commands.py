@@ -22,6 +22,7 @@ ELSEWHERE = {
     "run grpo.yaml --run placed.yaml": "tests/test_placed_runs.py",
     "plan grpo.yaml --cluster machines.yaml --place": "tests/test_placed_runs.py",
     "validate grpo --run my_run.yaml --prove": "tests/workers/preflight",
+    "validate sft --run my_sft.yaml --prove": "tests/workers/preflight",
     "plan --from": "tests/test_calibration.py", "plan --fit --from": "tests/cli/test_fit.py"}
 """Commands that need a run, a server or minutes, and the tests that call them."""
 MODEL = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 300,
@@ -45,12 +46,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (place / name / "config.json").write_text(json.dumps(MODEL))
         for file in ("model.safetensors", "tokenizer.json"):
             (place / name / file).touch()
-    for name in ("my_run", "one_gpu", "eight_gpus"):
+    for name in ("my_run", "my_sft", "one_gpu", "eight_gpus"):
         text = block("yaml", f"# {name}.yaml").replace("rollout: vllm", "rollout: hf")  # vLLM is in few places
         (place / f"{name}.yaml").write_text(text.replace("layouts: {rollout: {tp: 2}}\n", ""))
     (place / "run.yaml").write_text(block("yaml", "# run.yaml of"))
     for name in ("train", "path/to/gsm8k", "path/to/math", "heldout"):
         write_records(place / f"{name}.jsonl", question="1 + 1?", prompt="1 + 1?", answer="2", example="2")
+    said = [{"role": role, "content": text} for role, text in (("user", "1 + 1?"), ("assistant", "2"))]
+    (place / "path/to/chats.jsonl").write_text(f"{json.dumps({'messages': said})}\n" * 600)
     for name in ("path/to/gsm8k_test", "path/to/math_test"):
         write_records(place / f"{name}.jsonl", question="2 + 1?", answer="3")
     shutil.copy(place / "my_run.yaml", place / "sft_run.yaml")
