@@ -43,7 +43,7 @@ from distflow.telemetry.run_reader import RunReader, changed_settings
 from distflow.telemetry.trajectories import trajectories
 from planners.check import prompted_role
 from workers.context import RankContext
-from workers.encode import dataloader
+from workers.encode import data_file, dataloader, image_encoder_of
 from workers.engines.collectives import torch_name
 from workers.engines.devices import choose
 from workers.engines.role_engines import RoleEngines
@@ -225,7 +225,8 @@ def _train_context(context: RankContext, worker_context: WorkerContext, store: S
 def _end_preflight(account: Preflight, spec: Spec, role: RoleEngines) -> None:
     """Prove tokens too, and record what has been proved. Raises InvalidInput: a proof has failed."""
     if spec.run.preflight:
-        prove_with_tokenizer(account, spec, role.tokenizer, role.vocabulary)
+        images = image_encoder_of(role, spec.run.data, data_file(spec, next(iter(spec.run.data.train))))
+        prove_with_tokenizer(account, spec, role.tokenizer, role.vocabulary, images)
     account.require()
     account.record()
 

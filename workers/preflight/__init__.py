@@ -2,7 +2,7 @@
 
     data      `workers.preflight.data`      before torch is loaded, on rank 0
     rewards   `workers.preflight.rewards`   before torch is loaded, in processes of their own
-    tokens    `workers.preflight.tokens`    in the first worker of rank 0, once its tokenizer is loaded
+    tokens    `workers.preflight.tokens`    in the first worker of rank 0, once its tokenizer is loaded; or `pictures`
     models    `workers.preflight.model`     in the first workers of all ranks that train, and after the first update
 
 The head of each module lists what it proves. A proof that fails for every record that it was tried on ends the start
@@ -22,6 +22,8 @@ from workers.preflight.rewards import prove_rewards
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from workers.encode import ImageEncoder
+
 
 def prove_before_torch(account: Preflight, spec: Spec) -> None:
     """Prove data and rewards, and add that to the account."""
@@ -32,10 +34,13 @@ def prove_before_torch(account: Preflight, spec: Spec) -> None:
 
 
 def prove_with_tokenizer(account: Preflight, spec: Spec, tokenizer: PreTrainedTokenizerBase,
-                         vocabulary: int | None) -> None:
-    """Prove tokens, and add that to the account. `vocabulary`: the number of rows of the model's embedding, if known.
-    """
-    from workers.preflight.tokens import prove_tokens
+                         vocabulary: int | None, encoder: ImageEncoder | None = None) -> None:
+    """Prove tokens, and add that to the account. `vocabulary`: the number of rows of the model's embedding, if known;
+    `encoder`: of pictures, where records have some."""
+    from workers.preflight.tokens import prove_pictures, prove_tokens
 
     sets = first_records(spec)
+    if encoder:
+        account.prove("pictures", sum(map(len, sets)), lambda: prove_pictures(spec, tokenizer, encoder, sets))
+        return
     account.prove("tokens", sum(map(len, sets)), lambda: prove_tokens(spec, tokenizer, vocabulary, sets))

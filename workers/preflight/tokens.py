@@ -7,27 +7,34 @@
     vocabulary   each token is one of the embedding; no text loses characters, and none begins twice
     lengths      prompts and targets fit their limits
     openings     rewards of an answer's form can be earned behind the tag with which the template begins it
+    pictures     the prompts of records with pictures have as many tokens for each as the model's image processor says
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 
+from distflow.config.run import Data
 from distflow.config.spec import Spec
 from distflow.data.checks import imitated_fields
-from distflow.data.problems import Message, content_text, conversation_of, mend_text, messages_of, tools_of
+from distflow.data.dataset import open_images
+from distflow.data.problems import Message, Record, content_text, conversation_of, mend_text, messages_of, tools_of
 from distflow.errors import InvalidInput
+from workers.encode import ImageEncoder
 from workers.engines.chat import (
     ImitatedTokens,
     TurnTemplate,
@@ -53,6 +60,41 @@ def prove_tokens(spec: Spec, tokenizer: PreTrainedTokenizerBase, vocabulary: int
     for records in sets:
         if spec.run.data.images is None:  # images take tokens of their own
             yield from _TokenTrial(spec, tokenizer, vocabulary, _bounded(records)).proofs()
+
+
+def prove_pictures(spec: Spec, tokenizer: PreTrainedTokenizerBase, encoder: ImageEncoder,
+                   sets: Sequence[FirstRecords]) -> Iterator[FailedProof]:
+    with TemporaryDirectory() as folder:
+        encoder.image_processor.save(Path(folder))
+        processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    for records in sets:
+        beside = replace(encoder, folder=Path(records.location(0).file).parent)
+        wrong, large = dict[int, str](), list[int]()
+        for index, row in enumerate(records.rows):
+            try:
+                if beside.too_long(tokenizer, spec.run.data, row):
+                    large.append(index)
+                elif differs := _other_pictures(spec.run.data, tokenizer, beside, processor, row):
+                    wrong[index] = differs
+            except (TemplateError, InvalidInput) as error:
+                wrong[index] = " ".join(str(error).split())
+        yield from records.failed([*wrong], f" cannot be asked: {next(iter(wrong.values()), '')}", doubt=False)
+        most = spec.run.data.max_prompt_tokens
+        yield from records.failed(large, f" has a prompt of more than {most:,} tokens with its pictures, or a picture "
+                                  "that is too large: another takes its place", "Shrink the pictures, or raise "
+                                  "data.max_prompt_tokens.", doubt=True)
+
+
+def _other_pictures(data: Data, tokenizer: PreTrainedTokenizerBase, encoder: ImageEncoder, processor: Any,
+                    row: Record) -> str:
+    """Return how the pictures of a record have other tokens in its prompt than the image processor says; "" if not."""
+    images = [image.convert("RGB") for image in open_images(row, data.images or "", encoder.folder)]
+    grids = processor(images=images, return_tensors="pt")["image_grid_thw"].tolist() if images else []
+    wanted = sum(math.prod(grid) // processor.merge_size**2 for grid in grids)
+    prompts, _ = encoder.prompts(tokenizer, data, [row])
+    had = int((prompts.values == encoder.token).sum())
+    return "" if had == wanted else f"its {len(images)} pictures have {had:,} tokens, and {wanted:,} by the model's " \
+        "image processor"
 
 
 def _bounded(records: FirstRecords) -> FirstRecords:

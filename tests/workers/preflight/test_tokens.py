@@ -8,12 +8,25 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from preflight_tasks import ANSWERED, CALLED, PAIRS, SUMS, TOOLS, Task, changed, check_fault, proved
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from distflow.cli import main
-from workers.engines.embedded import ASSISTANT, CHAT_TEMPLATE, EOS, USER, build_tokenizer
+from distflow.config.load import load
+from workers.encode import ImageEncoder
+from workers.engines.embedded import (
+    ASSISTANT,
+    CHAT_TEMPLATE,
+    EMBEDDED_IMAGE_PROCESSOR,
+    EOS,
+    IMAGE_ID,
+    USER,
+    build_tokenizer,
+)
+from workers.preflight import prove_with_tokenizer
+from workers.preflight.proofs import Preflight
 
 
 def tokenizer(template: str = CHAT_TEMPLATE, *more: str):
@@ -184,3 +197,25 @@ def test_validate_leaves_models_of_several_ranks_to_the_run(capsys) -> None:
     assert main(["validate", "grpo", "--prove", "--set", "mode=async"]) == 0
     said = capsys.readouterr().out
     assert "note: the models are proved when the run starts, as one rank alone cannot have them: " in said
+
+
+@pytest.mark.parametrize(("template", "longest", "says", "doubt"), [
+    (None, 64, "", False), ("{{ messages[0]['role'] }}", 64, "each of the first 3 records cannot be asked: the chat "
+                            "template has 0 places for the 1 images", False),
+    (None, 12, "1 of the first 3 records has a prompt of more than 12 tokens with its pictures", True)])
+def test_pictures_are_proved(template: str | None, longest: int, says: str, doubt: bool, tmp_path: Path) -> None:
+    for index, size in enumerate((16, 32, 90)):
+        Image.new("RGB", (size, size)).save(tmp_path / f"{index}.png")
+    rows = [{"question": f"How many {index}?", "answer": "1", "image": f"{index}.png"} for index in range(3)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = "{architecture: qwen3_vl, layers: 2, hidden: 64, heads: 2, kv_heads: 1, head_dim: 32}"
+    spec = load("grpo", None, [f"roles.actor.model={model}", "data.images=image", f"data.train={tmp_path}/train.jsonl",
+                               f"data.max_prompt_tokens={longest}", "data.batch=1", "validation=null"])
+    made = build_tokenizer(["How many 0 1 2?"], with_images=True)
+    made.chat_template = template or made.chat_template
+    account = Preflight()
+    prove_with_tokenizer(account, spec, made, None, ImageEncoder(EMBEDDED_IMAGE_PROCESSOR, IMAGE_ID, Path()))
+    assert account.proved == {"pictures": 3}
+    found = account.doubts if doubt else [str(mistake) for mistake in account.mistakes]
+    assert [says in each for each in found] == [True] * bool(says)
+    assert not (account.mistakes if doubt else account.doubts)
