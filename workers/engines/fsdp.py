@@ -250,15 +250,13 @@ class FSDPEngine(Trainer):
         used = str(model.config._attn_implementation)
         attend_by(model, "eager")
         vars(self.policy).update(head_alone=head_alone and dimension(self.mesh, "tp") > 1)
-        self.has_long_rows = True  # which are computed the plain way
         try:
             with torch.no_grad():
                 micros = (Batch(row, {"prompts": prompts.select(row), "responses": responses.select(row)})
                           for row in torch.arange(len(prompts)).split(1))
-                rows = [self._forward(micro, 1.0)[0].cpu() for micro in micros]
+                rows = [self._forward(micro, 1.0, plain=True)[0].cpu() for micro in micros]
         finally:
             self._reshard()
-            self.has_long_rows = False
             vars(self.policy).update(head_alone=head_alone)
             attend_by(model, used)
         return responses.with_values(torch.cat(rows))
@@ -339,8 +337,11 @@ class FSDPEngine(Trainer):
     def zero_grad(self) -> None:
         self.policy.zero_grad()
 
-    def _forward(self, micro: Batch, temperature: float, top: int = 0) -> tuple[Tensor, Tensor]:
+    def _forward(self, micro: Batch, temperature: float, top: int = 0,
+                 plain: bool = False) -> tuple[Tensor, Tensor]:
+        """Compute a micro-batch; `plain`: by the model's own code, as rows that are too long are in any case."""
         heartbeat.current().tick()
+        plain = plain or self.has_long_rows
         images: Ragged | None = micro.columns.get("images")  # pyright: ignore[reportAssignmentType]
         same = True if images is None else same_as_previous(images)
         routed: Ragged | None = micro.columns.get("routed_experts")  # pyright: ignore[reportAssignmentType]
@@ -352,9 +353,9 @@ class FSDPEngine(Trainer):
                 routed, micro["prompts"].lengths, first_rows(inputs[2]).tolist(), self.policy.rest_of(inputs[4]),
                 self.routers.routing.unknown).to(self.device)
         more = {"temperature": temperature, "top": top, "candidates": self._candidates(micro, inputs[3].shape[1]),
-                "plain": self.has_long_rows}
+                "plain": plain}
         if images is None:
-            on_gpu = self.device.type == "cuda" and self.policy.packs and not self.has_long_rows
+            on_gpu = self.device.type == "cuda" and self.policy.packs and not plain
             packed = self.policy.pack(*inputs, device=self.device) if on_gpu else None
             return self.policy(*(on_device(part, self.device) for part in inputs), packed=packed, **more)
         pixels = image_inputs(self.policy.model, images.select(first_rows(inputs[2])))

@@ -261,8 +261,10 @@ class RoleEngines:
                 weights[name] = tensor.to("cpu", torch.float32, copy=True)
         if not first:
             return
-        with replacing_folder(folder, keeps=ModelDamaged) as partial:
-            saved = self._saved(weights, folder)
+        with contextlib.ExitStack() as checked:
+            partial = checked.enter_context(replacing_folder(folder, keeps=ModelDamaged))
+            beside = folder.with_name(folder.name.replace("model", "adapter", 1))
+            saved = self._saved(weights, checked.enter_context(replacing_folder(beside)) if self.lora else None)
             self._files.write(saved.all, torch.float32, partial)
             if self.generation_config:
                 (partial / GENERATION_CONFIG_NAME).write_bytes(self.generation_config)
@@ -282,16 +284,14 @@ class RoleEngines:
             self.engine.values(prompts, responses)
         return found.rows
 
-    def _saved(self, weights: dict[str, Tensor], folder: Path) -> SavedTensors:
-        """Return the tensors to be saved, of those that were gathered."""
-        if not self.lora:
+    def _saved(self, weights: dict[str, Tensor], adapters: Path | None) -> SavedTensors:
+        """Return the tensors to be saved, of those that were gathered; write adapters alone to a folder."""
+        if not self.lora or adapters is None:
             return self._files.tensors(weights, weights.keys() - frozen_names(self.settings.freeze, weights))
         from workers.engines.adapters import merge_adapters  # imports peft, in seconds: for runs with adapters alone
 
-        beside = folder.with_name(folder.name.replace("model", "adapter", 1))
         assert self.source
-        with replacing_folder(beside) as partial:
-            merged, changed = merge_adapters(self._load(self.source)[0], self.lora, weights, partial)
+        merged, changed = merge_adapters(self._load(self.source)[0], self.lora, weights, adapters)
         return self._files.tensors(dict(merged.named_parameters()), changed)
 
 

@@ -241,6 +241,17 @@ def test_a_damaged_folder_is_not_taken(alone, tmp_path, monkeypatch, family, cha
     assert "damaged" in (tmp_path / "model.partial/reason.txt").read_text()
 
 
+def test_adapters_of_a_model_that_is_damaged_do_not_replace_older_ones(alone, tmp_path, monkeypatch):
+    role = role_of(source_of("llama", tmp_path / "source"), lora=Lora(rank=2, targets=["q_proj"]))
+    monkeypatch.setattr(ModelWriter, "write", _damage(lambda written: written.pop("model.norm.weight")))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/older").touch()
+    with pytest.raises(ModelDamaged, match="model.norm.weight` is missing"):
+        role.save_pretrained(tmp_path / "model")
+    assert (tmp_path / "adapter/older").exists()
+    assert not (tmp_path / "adapter.partial").exists()
+
+
 def test_a_folder_that_computes_otherwise_than_the_engine_is_not_taken(alone, tmp_path, monkeypatch):
     """The engine gathers weights of before the last step."""
     role = role_of(source_of("llama", tmp_path / "source"))
