@@ -22,14 +22,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from distflow.telemetry.accuracy import interval  # noqa: E402 - needs the path above
 from distflow.telemetry.run_reader import RunReader  # noqa: E402 - needs the path above
 
 RUNS, RESULTS = ROOT / "runs/recipes", ROOT / "benchmarks/results/recipes.json"
 STAGES = {"sft": ("#6e7781", "SFT"), "grpo": ("#1f6feb", "GRPO"), "control": ("#d97706", "more SFT instead")}
 OTHER_ORDER = 1000
 """Added to the seed of the SFT that continues, so that it does not begin with the problems that it has seen."""
-GRPO_SETTINGS = {"chain_sum": (), "spell_backward": ("nodes.reward.with.reward=exact_answer:exact",)}
+GRPO_SETTINGS = {"chain_sum": (), "spell_backward": ("nodes.reward.with.reward=exact_answer:exact",),
+                 "calculator": ()}
 """Recipe → what its GRPO has beside its run file."""
+CONVERSING = {"calculator"}
+"""Recipes with DAGs of their own for GRPO and for evaluation, since validation asks for single turns."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +46,29 @@ class Study:
     def folder(self, stage: str) -> Path:
         return RUNS / f"{self.recipe}-{stage}-{self.seed}"
 
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Stages that are started, in their order."""
+        if self.recipe not in CONVERSING:
+            return tuple(STAGES)
+        return tuple(stage for trained in STAGES for stage in (trained, f"evaluate-{trained}"))
+
     def command(self, stage: str) -> list[str]:
         """Return the words behind `distflow` that start a stage, or resume it."""
         folder, start = self.folder(stage), f"roles.actor.model={self.folder('sft') / 'model'}"
         if (folder / "checkpoints").is_dir():
             return ["resume", str(folder)]
-        steps = RunReader(self.folder("grpo")).summary.get("steps")
-        dag, settings = {
+        steps, kind = RunReader(self.folder("grpo")).summary.get("steps"), stage.partition("-")[0]
+        often = [] if self.recipe in CONVERSING else ["validation.every=10"]
+        run, settings = {
             "sft": ("sft", [f"seed={self.seed}"]),
             "grpo": ("grpo", [f"seed={self.seed}", start, *GRPO_SETTINGS[self.recipe]]),
-            "control": ("sft", [f"seed={self.seed + OTHER_ORDER}", start, f"steps={steps}", "validation.every=10"]),
-        }[stage]
-        return ["run", dag, "--run", f"examples/recipes/{self.recipe}/{dag}_run.yaml", "--name", folder.name,
+            "control": ("sft", [f"seed={self.seed + OTHER_ORDER}", start, f"steps={steps}", *often]),
+            "evaluate": ("evaluate", [f"roles.actor.model={self.folder(stage.rpartition('-')[2]) / 'model'}"]),
+        }[kind]
+        own = {"grpo": f"{self.recipe}.yaml", "evaluate": f"evaluate_{self.recipe}.yaml"}
+        dag = f"examples/recipes/{self.recipe}/{own[run]}" if self.recipe in CONVERSING and run in own else run
+        return ["run", dag, "--run", f"examples/recipes/{self.recipe}/{run}_run.yaml", "--name", folder.name,
                 *(word for setting in settings for word in ("--set", setting))]
 
     def launch(self, stage: str) -> None:
@@ -64,8 +79,15 @@ class Study:
 
     def results(self) -> dict[str, Any]:
         """Return what the stages that have ended have come to, by stage."""
-        readers = {stage: RunReader(self.folder(stage)) for stage in STAGES}
-        return {stage: outcome(reader) for stage, reader in readers.items() if reader.state == "has finished"}
+        readers = {stage: RunReader(self.folder(stage)) for stage in self.stages}
+        ended = {stage for stage, reader in readers.items() if reader.state == "has finished"}
+        found = {stage: outcome(readers[stage]) for stage in STAGES if stage in ended
+                 and (self.recipe not in CONVERSING or f"evaluate-{stage}" in ended)}
+        for stage, done in found.items() if self.recipe in CONVERSING else ():
+            ends = [[done["steps"], *evaluated(readers[f"evaluate-{stage}"])]]
+            start = [] if stage == "sft" else [[0, *found["sft"]["curve"][-1][1:]]]
+            done["curve"] = [*start, *ends]
+        return found
 
 
 def outcome(run: RunReader) -> dict[str, Any]:
@@ -79,12 +101,20 @@ def outcome(run: RunReader) -> dict[str, Any]:
             "minutes_in_steps": round(run.summary["seconds_in_steps"] / 60, 1)}
 
 
+def evaluated(run: RunReader) -> list[float]:
+    """Return pass@1 of an evaluation, and its interval."""
+    values = run.steps()[-1]
+    share, problems = values["evaluation/pass@1"], int(values["evaluation/pass@1/problems"])
+    return [round(value, 4) for value in (share, *interval(share, share, problems))]
+
+
 def rows_of(seeds: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield the rows of a recipe's table, as its page has them: a stage a row."""
     for seed, stages in seeds.items():
         for stage, done in stages.items():
-            (_, before, *_), (_, after, low, high) = done["curve"][0], done["curve"][-1]
-            yield (f"| {seed} | {STAGES[stage][1]} | {done['steps']} | {before:.3f} | {after:.3f} ({low:.3f} to "
+            (first, value, *_), (_, after, low, high) = done["curve"][0], done["curve"][-1]
+            before = "–" if first else f"{value:.3f}"
+            yield (f"| {seed} | {STAGES[stage][1]} | {done['steps']} | {before} | {after:.3f} ({low:.3f} to "
                    f"{high:.3f}) | {done['rows']:,} | {done['tokens']:,} | {done['minutes']} |")
 
 
@@ -147,7 +177,7 @@ def main() -> None:
     options = parser.parse_args()
     found = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     for study in (Study(recipe, seed) for recipe in options.recipes for seed in options.seeds):
-        for stage in () if options.collect else STAGES:
+        for stage in () if options.collect else study.stages:
             study.launch(stage)
         if results := study.results():
             found.setdefault(study.recipe, {})[str(study.seed)] = results
