@@ -200,11 +200,7 @@ def run_supervised(spec: Spec, plan: Plan, folder: Path | None, options: argpars
         scale.forget(folder)  # what another job was told
     context = replace(join_run(spec, plan, folder, bool(options.resume), elastic=elastic), preflight=proved)
     with context.serving():
-        supervisor = Supervisor(context.store, context.restart_group, partial(work, context), context.path,
-                                spec.run.robust, context.required_processes, context.is_obsolete, context.should_run,
-                                context.live_config, context.call if spec.dag.imports else None, elastic,
-                                context.leave_out, None if context.several_trainers else
-                                context.restart_required_processes, context.lock)
+        supervisor = Supervisor(context.store, context.restart_group, partial(work, context), context.view(), elastic)
         startup.current().enter("building the models")
         status = supervisor.run()
         if status == 0 and not elastic:

@@ -25,6 +25,7 @@ from distflow.recovery.live_config import LiveConfig
 from distflow.recovery.restarts import Attempt, RestartGroup
 from distflow.recovery.scale import RolloutScale
 from distflow.recovery.store import RunStore
+from distflow.recovery.supervisor import SupervisedRun
 from distflow.telemetry.run_folder import agent
 from distflow.telemetry.run_lock import RunLock
 from workers.device import choose_device
@@ -146,6 +147,13 @@ class RankContext:
     @property
     def several_trainers(self) -> bool:
         return sum(group.kind == TRAINER for group in self.plan.groups) > 1
+
+    def view(self) -> SupervisedRun:
+        """Return what this rank's supervisor asks of the run."""
+        return SupervisedRun(self.path, self.spec.run.robust, self.required_processes,
+                       None if self.several_trainers else self.restart_required_processes, self.is_obsolete,
+                       self.should_run, self.leave_out, self.live_config,
+                       self.call if self.spec.dag.imports else None, self.lock)
 
     def restart_required_processes(self) -> dict[int, str]:
         """Start the required processes again, after one of them has ended on any of the ranks."""

@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -106,46 +106,51 @@ class TerminationRequested(BaseException):
     """A signal that ends this process; its number is the argument."""
 
 
-class Supervisor:
-    """Supervisor of one rank's worker.
+@dataclass
+class SupervisedRun:
+    """A run as the supervisor of one of its ranks sees it.
 
     Args:
-        store: of the run.
-        work: what a worker does from its start to its end, in a process of its own; a DistflowError that it raises is
-            written for the user.
-        folder: of the run.
         required_processes: by descriptor that becomes readable when the process ends: the message of that failure.
+        restart_required_processes: starts them again, and returns the new ones. None: the run cannot do without them.
         is_obsolete: whether nothing needs the group's work any more, so that it does not matter how its workers end.
         should_run: whether there should be a worker now.
+        leave_out: called when the group is not started again; returns whether the run goes on without it.
         live_config: workers of other groups than the trainer end when settings change; its own by themselves, after a
             step.
         hooks: calls the users' hooks of a moment; after a failure, with the attempt that has it among its failures.
-        elastic: membership of the machine, if machines come and go.
-        leave_out: called when the group is not started again; returns whether the run goes on without it.
-        restart_required_processes: starts those processes again, and returns the new descriptors and messages. None:
-            the run does not go on without them.
         lock: of the run's folder, to be held as soon as the folder exists.
     """
 
+    folder: Path
+    settings: Robust
+    required_processes: Mapping[int, str] = field(default_factory=dict)
+    restart_required_processes: Callable[[], Mapping[int, str]] | None = dict
+    is_obsolete: Callable[[], bool] = lambda: False
+    should_run: Callable[[], bool] = lambda: True
+    leave_out: Callable[[], bool] = lambda: False
+    live_config: LiveConfig | None = None
+    hooks: Callable[[When, Attempt], None] | None = None
+    lock: RunLock | None = None
+
+
+class Supervisor:
+    """Supervisor of one rank's worker. `work`: what a worker does from its start to its end, in a process of its own; a
+    DistflowError that it raises is written for the user. `elastic`: membership of the machine, if machines come and
+    go."""
+
     def __init__(self, store: RunStore, restart_group: RestartGroup, work: Callable[[WorkerContext], bool | None],
-                 folder: Path, settings: Robust, required_processes: Mapping[int, str],
-                 is_obsolete: Callable[[], bool] = lambda: False, should_run: Callable[[], bool] = lambda: True,
-                 live_config: LiveConfig | None = None, hooks: Callable[[When, Attempt], None] | None = None,
-                 elastic: ElasticMember | None = None, leave_out: Callable[[], bool] = lambda: False,
-                 restart_required_processes: Callable[[], Mapping[int, str]] | None = dict,
-                 lock: RunLock | None = None):
+                 view: SupervisedRun, elastic: ElasticMember | None = None):
+        settings, folder = view.settings, view.folder
         self.rank, self.ranks, self.group = store.rank, store.ranks, restart_group
         self.restarts = RestartCoordinator(store.store, restart_group, store.rank,
                                            settings.restarts if settings.restart == "role" else None)
-        self.work, self.folder, self.hooks, self.live_config, self.elastic = work, folder, hooks, live_config, elastic
-        self.is_obsolete, self.should_run, self.leave_out = is_obsolete, should_run, leave_out
-        self.required_processes, self.restart_required_processes = required_processes, restart_required_processes
+        self.work, self.view, self.folder, self.elastic = work, view, folder, elastic
         self.monitor = HealthMonitor(restart_group.group, settings.detectors)
         self.events = Events()
         self.events.open(folder / "events.jsonl", store.rank)
         self.context = replace(elastic.worker_context if elastic else WorkerContext(), supervisor_pid=os.getpid())
         self.heartbeat = self.context.heartbeat
-        self.lock = lock
         self.worker: Child | None = None
         self.steps_done = 0  # of the workers of this attempt
         self.failures_handled = 0  # failures after which the required processes were started again
@@ -245,7 +250,7 @@ class Supervisor:
         following = self.restarts.next(attempt, end if isinstance(end, Failure) else None)
         if self.elastic and following.end and following.failures[-1].code != INVALID:
             self.elastic.wait_for_loss()
-        left_out = bool(following.end) and not following.failures[-1].hopeless and self.leave_out()
+        left_out = bool(following.end) and not following.failures[-1].hopeless and self.view.leave_out()
         if following.end and not left_out and not self.elastic:
             self._fail_for_good()
         self._report(attempt, following, left_out)
@@ -268,8 +273,8 @@ class Supervisor:
             raise TerminationRequested(self.signal or signal.SIGTERM)
         if self.signal and time.monotonic() - self.signalled_at > self.shutdown_timeout:
             raise TerminationRequested(self.signal)
-        if self.lock and self.heartbeat.read().phase != "starting":
-            self.lock.hold()  # not before: NFS cannot remove the folder of a start that fails while a file is open
+        if self.view.lock and self.heartbeat.read().phase != "starting":
+            self.view.lock.hold()  # not before: NFS cannot remove the folder of a start that fails while a file is open
         if self.elastic:
             self.elastic.poll()
         if self.signal and self.store.has(_FAILED):
@@ -277,11 +282,11 @@ class Supervisor:
 
     def _wait_until_scaled_up(self) -> bool:
         """Wait until there should be a worker; False if the run is over first."""
-        if not self.should_run():
+        if not self.view.should_run():
             self._record("worker_scaled_down")
             print(f"rank {self.rank} is scaled down, as `distflow scale` has asked", flush=True)
-        while not self.should_run():
-            if self.is_obsolete():
+        while not self.view.should_run():
+            if self.view.is_obsolete():
                 return False
             self._poll()
             time.sleep(poll_interval(_POLL, self.ranks))
@@ -295,25 +300,25 @@ class Supervisor:
             time.sleep(poll_interval(_POLL, self.ranks))
 
     def _wait_for_run_end(self) -> int:
-        while not self.is_obsolete():
+        while not self.view.is_obsolete():
             self._poll()
             time.sleep(poll_interval(_POLL, self.ranks))
         return 0
 
     def _update_config(self, attempt: Attempt) -> None:
         """Give the next worker the newest settings; the group's first supervisor records the change."""
-        number = self.live_config.newest() if self.live_config else 0
+        number = self.view.live_config.newest() if self.view.live_config else 0
         reports = not self.context.first and self.rank == self.group.ranks.start
-        if self.live_config and number > self.context.config_change and reports:
+        if self.view.live_config and number > self.context.config_change and reports:
             self._record("settings_changed", group=self.group.name, attempt=attempt.number,
-                         settings=self.live_config.changes_since(self.context.config_change))
+                         settings=self.view.live_config.changes_since(self.context.config_change))
         self.context = replace(self.context, config_change=number)
 
     def _run_worker(self, attempt: Attempt) -> Failure | _WorkerEnd:
         self.heartbeat.clear(attempt.number)
-        renews = self.restart_required_processes
+        renews = self.view.restart_required_processes
         if renews and len(attempt.failures) > self.failures_handled and attempt.failures[-1].required_process:
-            self.required_processes = renews()
+            self.view.required_processes = renews()
         self.failures_handled = len(attempt.failures)
         self._update_config(attempt)
         readable, writable = os.pipe()
@@ -342,20 +347,20 @@ class Supervisor:
                 end = _WorkerEnd.SUPERSEDED if self.restarts.is_superseded(attempt) else \
                     self._failure_of_exit(status, report)
         self.steps_done += self.heartbeat.read().finished
-        return _WorkerEnd.DONE if isinstance(end, Failure) and not end.hopeless and self.is_obsolete() else end
+        return _WorkerEnd.DONE if isinstance(end, Failure) and not end.hopeless and self.view.is_obsolete() else end
 
     def _watch(self, worker: Child, attempt: Attempt) -> Failure | _WorkerEnd:
         poll = select.poll()
-        for descriptor in (worker.ended, *self.required_processes):
+        for descriptor in (worker.ended, *self.view.required_processes):
             poll.register(descriptor, select.POLLIN | select.POLLHUP)
         self.monitor.begin(self.heartbeat)
         answered, look_at = time.monotonic(), 0.0
         while True:
             ready = [descriptor for descriptor, _ in poll.poll(_POLL * 1000)]
-            lost = [self.required_processes[each] for each in ready if each in self.required_processes]
+            lost = [self.view.required_processes[each] for each in ready if each in self.view.required_processes]
             if lost:
                 return self._failure(lost[0], outside=True, required_process=True,
-                                     hopeless=self.restart_required_processes is None)
+                                     hopeless=self.view.restart_required_processes is None)
             if worker.ended in ready:
                 return _WorkerEnd.DONE
             if self.heartbeat.read().phase == "starting":
@@ -383,10 +388,10 @@ class Supervisor:
         self._poll()
         if self.restarts.is_superseded(attempt):
             return _WorkerEnd.SUPERSEDED
-        if not self.should_run():
+        if not self.view.should_run():
             return _WorkerEnd.SCALED_DOWN
-        if self.group.group in (ROLLOUT, INFERENCE) and self.live_config \
-                and self.live_config.newest() > self.context.config_change:
+        if self.group.group in (ROLLOUT, INFERENCE) and self.view.live_config \
+                and self.view.live_config.newest() > self.context.config_change:
             return _WorkerEnd.RELOAD
         return None
 
@@ -408,9 +413,9 @@ class Supervisor:
 
     def _call_hooks(self, when: When, attempt: Attempt) -> None:
         """Call the users' hooks, if there are any, in a process that cannot hold up this one for long."""
-        if self.hooks is None or not may_exist(when, self.heartbeat.page.hooks):
+        if self.view.hooks is None or not may_exist(when, self.heartbeat.page.hooks):
             return
-        helper = spawn(partial(self.hooks, when, attempt))
+        helper = spawn(partial(self.view.hooks, when, attempt))
         helper.poll(_GRACE)
         if status := helper.end():
             why = f"took longer than {_GRACE:g} s" if status < 0 else "raised what stands above"

@@ -13,7 +13,7 @@ from stores import hosted
 from distflow.config.robust import Robust
 from distflow.recovery import out_of_memory
 from distflow.recovery.restarts import RestartGroup
-from distflow.recovery.supervisor import Supervisor
+from distflow.recovery.supervisor import SupervisedRun, Supervisor
 
 
 @pytest.mark.parametrize(("before", "now", "said"), [
@@ -53,7 +53,7 @@ def test_what_the_kernel_ends_for_its_memory_is_not_ended_by_somebody_else(tmp_p
     """The same batch would not fit the next time either."""
     store = hosted()
     supervisor = Supervisor(SimpleNamespace(rank=0, ranks=1, store=store), RestartGroup("the run", range(1), "ranks"),
-                            print, tmp_path, Robust(), {})
+                            print, SupervisedRun(tmp_path, Robust()))
     supervisor.kills_before = 3
     monkeypatch.setattr(out_of_memory, "kill_count", lambda: now)
     assert supervisor._failure_of_exit(-signal.SIGKILL, b"").outside is outside

@@ -21,7 +21,7 @@ import os, signal, subprocess, sys, threading, time
 from pathlib import Path
 from distflow.store.tcp import TCPStoreClient, store_on
 from distflow.recovery.restarts import RestartGroup
-from distflow.recovery.supervisor import Supervisor
+from distflow.recovery.supervisor import SupervisedRun, Supervisor
 from distflow.recovery.snapshots import StateShard
 from distflow.errors import DistflowError, InvalidInput, RankMissing
 from distflow.config.robust import Robust
@@ -46,11 +46,11 @@ def lived(context, steps=1):
 TAIL = '''
 settings = Robust(**dict(globals().get("robust", {})))
 RunStore.store = globals().get("store") or TCPStoreClient.hosting(store_on("127.0.0.1"), 60.0)
-supervisor = Supervisor(RunStore, RestartGroup("the run", range(globals().get("ranks", 1)), "ranks"), work, folder,
-                        settings, globals().get("required", {}), globals().get("is_obsolete", lambda: False),
-                        globals().get("should_run", lambda: True), hooks=globals().get("hooks"),
-                        leave_out=globals().get("leave_out", lambda: False), lock=globals().get("lock"),
-                        restart_required_processes=globals().get("renews", dict))
+given = globals()
+view = SupervisedRun(folder, settings, given.get("required", {}), given.get("renews", dict),
+               given.get("is_obsolete", lambda: False), given.get("should_run", lambda: True),
+               given.get("leave_out", lambda: False), hooks=given.get("hooks"), lock=given.get("lock"))
+supervisor = Supervisor(RunStore, RestartGroup("the run", range(given.get("ranks", 1)), "ranks"), work, view)
 before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()  # the store's client has one
 code = supervisor.run()
 write("left", f"{len(os.listdir('/proc/self/fd')) - before} {threading.active_count() - threads}")
