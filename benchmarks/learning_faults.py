@@ -2,6 +2,7 @@
 
     record    run the healthy and the planted runs, one after the other, and keep their metrics by step
     judge     ask the detectors about each recorded run, as a live run would, and print what they found
+    curves    print the metric that shows each fault, for its page
 
 A planted run is healthy up to its step `FIRST`, unless the fault is one of the start. Run by hand, some of them or all:
 python benchmarks/learning_faults.py record [NAME …];  python benchmarks/learning_faults.py judge
@@ -81,21 +82,21 @@ def planted(task: str) -> Iterator[Run]:
     yield run("entropy_collapse", "entropy_collapse advantage_sign", nodes=_spoiled("all_good"))
     yield run("entropy_explosion", "entropy_explosion", "nodes.update.with.entropy=0.3", first=1)
     yield run("truncation", "truncation", "roles.actor.generation.max_new_tokens=8", first=1)
-    yield run("repetition", "repetition length_hacking", reward={**base, **_pay("repeats", 0.5)})
+    yield run("repetition", "repetition length_hacking reward_hacking", reward={**base, **_pay("repeats", 0.5)})
     yield run("rate_too_high", "learning_rate kl_runs_off entropy_collapse entropy_explosion",
               "roles.actor.learning_rate=1e-2", first=1)
     yield run("rate_too_low", "learning_rate", "roles.actor.learning_rate=1e-9", first=1)
-    yield run("too_many_updates", "ratio_clipped", "nodes.update.with.epochs=8", "roles.actor.learning_rate=2e-3",
-              first=1)
+    yield run("too_many_updates", "ratio_clipped learning_rate", "nodes.update.with.epochs=8",
+              "roles.actor.learning_rate=2e-3", first=1)
     yield run("gradient_spike", "gradient_spike", nodes=_spoiled("spike"))
     yield run("advantage_sign", "advantage_sign", nodes=_spoiled("sign"))
     yield run("advantage_shuffled", "advantage_sign", nodes=_spoiled("shuffled"))
     yield run("advantage_scale", "advantage_scale", nodes=_spoiled("scale"))
     yield run("reward_failures", "reward_failures", reward=_pay("raises", **own))
-    yield run("length_hacking", "length_hacking", reward=_pay("longer", **own))
+    yield run("length_hacking", "length_hacking reward_changed", reward=_pay("longer", **own))
     yield run("format_hacking", "reward_hacking", reward={**base, **_pay("formed", 2.0)})
     yield run("judge_hacked", "reward_hacking", reward={**base, **_pay("judged", 3.0)})
-    yield run("held_out_falls", "held_out_falls", "roles.actor.learning_rate=1e-3",
+    yield run("wrong_answers", "no_signal held_out_falls", "roles.actor.learning_rate=1e-3",
               records="wrong", first=1)
     yield run("duplicated_prompts", "duplicated_prompts", records="few", first=1)
     yield run("leaking_prompts", "leaking_prompts", records="leak", first=1)
@@ -231,7 +232,9 @@ def _series(run: Run, folder: Path) -> dict[str, Any]:
     reader = RunReader(folder)
     steps = [line for line in reader.steps() if line["step"]]
     names = sorted({name for line in steps for name in line if not name.startswith(LEFT_OUT)} - {"step"})
-    return {"first": run.first, "causes": list(run.causes), "settings": reader.settings(), "steps": len(steps),
+    settings = {key: value for key, value in reader.settings().items()
+                if key.startswith(("nodes.", "roles.")) and "/" not in value}
+    return {"first": run.first, "settings": settings, "steps": len(steps),
             "series": {name: [line.get(name) if name == "response/fingerprint" else _short(line.get(name))
                               for line in steps] for name in names}}
 
@@ -245,47 +248,75 @@ def _write_results(known: dict[str, Any]) -> None:
     RESULTS.write_text("{" + ",\n".join(lines) + "}\n")
 
 
+def _lines(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the metrics of each step of a recorded run, as metrics.jsonl has them."""
+    return [{name: values[at] for name, values in run["series"].items() if values[at] is not None} | {"step": at + 1}
+            for at in range(run["steps"])]
+
+
 def judge() -> None:
     """Print what the detectors say of each recorded run, and how good that is."""
-    from distflow.telemetry.learning import LearningFault, faults_of
+    from distflow.telemetry.learning import faults_of, main_fault
 
     recorded: dict[str, Any] = json.loads(RESULTS.read_text())
     causes = {run.name: run.causes for run in everything()}
-    late: list[int] = []
-    wrong, named, detected, planned, clean = 0, 0, 0, 0, 0
+    late, detected, named, steps, false = list[int](), list[str](), list[str](), 0, list[str]()
+    began = time.process_time()
     for name, run in recorded.items():
-        lines = [{key: values[at] for key, values in run["series"].items() if values[at] is not None} | {"step": at + 1}
-                 for at in range(run["steps"])]
-        found: list[LearningFault] = faults_of(lines, run["settings"])
-        early = [fault for fault in found if fault.step < run["first"]] if run["first"] else found
-        true = [fault for fault in found if fault not in early]
-        wrong += bool(early)
-        clean += 1
-        says = ", ".join(f"{fault.detector} at {fault.step}" for fault in found) or "nothing"
-        if run["first"]:
-            planned += 1
-            detected += bool(true)
-            hit = [fault for fault in true[:3] if fault.detector in causes[name]]
-            named += bool(hit)
-            late += [true[0].step - run["first"]] if true else []
-            verdict = "right" if hit else "other cause" if true else "MISSED"
-        else:
-            verdict = "FALSE" if early else "clean"
-        print(f"{name:32} {verdict:12} {says}{'  FALSE before' if run['first'] and early else ''}")
-    print(f"detected {detected} of {planned}; cause named {named} of {planned}; median steps until detected "
-          f"{median(late) if late else 'none'}; runs with a false alert {wrong} of {clean}")
+        found, first = faults_of(_lines(run), run["settings"]), run["first"]
+        steps += run["steps"]
+        early = [fault for fault in found if fault.step < first or not first]
+        since = [fault for fault in found if fault not in early]
+        main = main_fault(since)
+        false += [name] if early else []
+        if first and main:
+            detected.append(name)
+            late.append(since[0].step - first)
+            named += [name] if main.detector in causes[name] else []
+        verdict = "false alert" if early else "right" if name in named else "other cause" if since else \
+            "missed" if first else "clean"
+        said = ", ".join(f"{fault.detector} at {fault.step}" for fault in found)
+        print(f"{name:28} {verdict:12} {said or 'nothing'}")
+    faulty = sum(bool(run["first"]) for run in recorded.values())
+    print(f"# {faulty} planted: {len(detected)} detected, {len(named)} with the cause named rightly; "
+          f"{median(late) if late else 0:g} steps until detected (median); {len(false)} false alerts in "
+          f"{len(recorded) - faulty} healthy runs and {faulty} healthy beginnings; "
+          f"{1e3 * (time.process_time() - began) / steps:.2f} ms a step")
+    shares = [sum(name.startswith(task) for name in detected) /
+              max(sum(bool(run["first"]) for name, run in recorded.items() if name.startswith(task)), 1)
+              for task in ("grpo/", "near_miss/")]
+    print(json.dumps({
+        "claim": "planted faults of learning that are detected", "value": round(len(detected) / faulty, 3),
+        "unit": "share", "low": round(min(shares), 3), "high": round(max(shares), 3), "goal": 0.9,
+        "met": len(detected) >= 0.9 * faulty and not false}))
+
+
+def curves() -> None:
+    """Print the curves of the planted runs as a table, for docs/learning_faults.md."""
+    from distflow.telemetry.learning import faults_of, main_fault
+
+    shown = range(3, STEPS, 4)
+    print(f"| fault | metric | {' | '.join(f'step {at + 1}' for at in shown)} | detected | by |")
+    print(f"|---|---|{'---|' * len(shown)}---|---|")
+    for name, run in json.loads(RESULTS.read_text()).items():
+        main = main_fault(faults_of(_lines(run), run["settings"]))
+        if run["first"] and main and name.startswith("grpo/"):
+            values = run["series"].get(main.evidence.metric, [])
+            cells = " | ".join("–" if values[at] is None else f"{values[at]:.2g}" for at in shown)
+            kind, metric = name.partition("/")[2], main.evidence.metric
+            print(f"| {kind} | `{metric}` | {cells} | {main.step} | `{main.detector}` |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["record", "judge"])
+    parser.add_argument("what", choices=["record", "judge", "curves"])
     parser.add_argument("names", nargs="*", help="of runs, or how they begin; default: those that are not recorded")
     options = parser.parse_args()
     if options.what == "record":
         record(options.names)
     else:
         sys.path[:0] = [str(ROOT)]
-        judge()
+        judge() if options.what == "judge" else curves()
 
 
 if __name__ == "__main__":

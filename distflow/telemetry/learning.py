@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from distflow.telemetry.learning_rules import RULES
 from distflow.telemetry.learning_series import Evidence, Rows, Series
 
-_SOON = 10  # steps in which a cause may be detected after its symptom
+_SOON = 15  # steps in which a cause may be detected after its symptom
 _QUIET = 20  # steps without evidence after which a fault that comes back is a new one
 
 

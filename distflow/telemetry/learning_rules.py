@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from functools import partial
 from operator import lt
-from statistics import mean, variance
+from statistics import fmean as mean
 
-from distflow.telemetry.learning_series import RULES, Evidence, Series, detector, middle, spread
+from distflow.telemetry.learning_series import RULES, Evidence, Series, detector, fall, middle, spread, variance
 
-__all__ = ["RULES", "fall"]
+__all__ = ["RULES"]
 
 _RECENT = 4  # steps in which something must be seen
 _FIRST = 5  # steps of a run that count as its beginning
@@ -96,8 +96,11 @@ def no_signal(series: Series) -> Evidence | None:
     easy = most > 0.9
     return Evidence(series.since(name, lambda each: each >= 0.7), name,
                     f"In {middle(recent):.0%} of the groups all samples earn the same, and teach nothing",
-                    "the problems are too easy" if easy else "the policy gives a prompt the same answer again and "
-                    "again, or the problems are too hard for it",
+                    "the problems are too easy" if easy else
+                    "hardly any answer is right: the problems are too hard, or the reference answers are wrong or in a "
+                    "form that the reward does not read" if value < 0.1 else
+                    "the policy gives a prompt the same answer again and again: too low a temperature, or too little "
+                    "entropy",
                     "data of another difficulty, or a node `informative_groups` as dapo.yaml has it"
                     if easy else f"roles.{_role(series)}.generation.temperature=1.0, a larger group_size, or easier "
                     "data", {"share": middle(recent), "reward": value})
@@ -119,24 +122,33 @@ def reward_noise(series: Series) -> Evidence | None:
 
 @detector(rows="low", symptom=True)
 def reward_changed(series: Series) -> Evidence | None:
-    """The mean reward, or its deviation, leaps from one step to the next and stays there."""
+    """The mean reward, or its deviation, leaps within a few steps and stays there."""
     for name in (series.reward, "reward/std"):
-        recent, before = series.last(name, 3), series.before(name, 3, 10, 6)
+        recent, before = series.last(name, _RECENT), series.before(name, _RECENT, 10, 6)
         if not recent or not before:
             continue
-        noise = max(spread(before), 0.02, 0.1 * abs(middle(before)))
-        gap = min(abs(value - middle(before)) for value in recent)
-        same = len({value > middle(before) for value in recent}) == 1
-        if same and gap > _LEAP * noise:
-            return Evidence(series.steps[-3], name, f"`{name}` leapt from {middle(before):.3g} to {middle(recent):.3g}",
+        old, noise = middle(before), max(spread(before), variance(before) ** 0.5, 0.02, 0.1 * abs(middle(before)))
+        gaps = [abs(value - old) / noise for value in recent]
+        same = len({value > old for value in recent}) == 1
+        leapt = min(gaps[-3:]) > _LEAP or mean(gaps) > _LEAP_OF_MEAN and min(gaps) > _LEAST or \
+            min(gaps) > _LEAST and _pays_more(series)
+        if same and leapt:
+            return Evidence(series.steps[-_RECENT if min(gaps) > _LEAST else -3], name,
+                            f"`{name}` leapt from {old:.3g} to {middle(recent):.3g}",
                             "a policy does not change so fast: the reward function, its data or its judge is another "
                             "one since then", "look at what changed there (`distflow why` lists events), and at the "
                             "completions below: do they earn what they should?",
-                            {"before": middle(before), "now": middle(recent)})
+                            {"before": old, "now": middle(recent)})
     return None
 
 
-_LEAP = 4.5
+_LEAP, _LEAP_OF_MEAN, _LEAST = 4.5, 3.2, 1.5  # standard deviations
+
+
+def _pays_more(series: Series) -> bool:
+    """Return whether more is paid now than the most that was paid before, which was the same in all steps."""
+    recent, before = series.last("reward/max", _RECENT), series.before("reward/max", _RECENT, 10, 6)
+    return bool(recent and before) and max(before) - min(before) < 1e-6 and min(recent) > 1.05 * max(before) > 0
 
 
 @detector(rows="low", symptom=True)
@@ -151,21 +163,6 @@ def reward_fell(series: Series) -> Evidence | None:
                     "the policy became worse, or the reward or the data harder",
                     f"go on from a checkpoint before it with  {_lower_rate(series)}",
                     {"before": before, "after": after})
-
-
-_SPLIT, _SURE = 8, 5.0  # fewest steps on each side of a fall, and standard errors that make it one
-
-
-def fall(values: list[float]) -> int | None:
-    """Return the index since which values are lower, where the two sides differ most; None if that may be chance."""
-    best, found = _SURE, None
-    for at in range(max(_SPLIT, len(values) - 40), len(values) - _SPLIT + 1):
-        before, after = values[max(0, at - 5 * _SPLIT) : at], values[at:]
-        error = (variance(before) / len(before) + variance(after) / len(after)) ** 0.5
-        gap = mean(before) - mean(after)
-        if gap > best * error and gap > 0.02 * abs(mean(before)):
-            best, found = gap / error if error else float("inf"), at
-    return found
 
 
 @detector()
@@ -186,29 +183,46 @@ def reward_failures(series: Series) -> Evidence | None:
 
 @detector(rows="high")
 def reward_hacking(series: Series) -> Evidence | None:
-    """One part of the reward rises while another falls."""
-    moved = {}
-    for name in series.parts:
-        start, recent = series.first(name, 8), series.last(name, 6)
-        if start and recent and len(series.known(name)) >= 14:
-            usual = series.before(name, 6, 10, 6) or start
-            low = min(middle(start), middle(usual))
-            moved[name] = (middle(recent) - max(middle(start), middle(usual)) if middle(recent) < middle(usual) else
-                           middle(recent) - low, max(spread(start), 0.03))
-    up = [name for name, (shift, noise) in moved.items() if shift > 3 * noise and shift > 0.1]
-    down = [name for name, (shift, noise) in moved.items() if shift < -2.5 * noise and shift < -0.1]
-    if not up or not down:
+    """One part of the reward rises while another, or what held-out answers earn, falls."""
+    moved = {name: moves for name in series.parts if (moves := _moves(series, name)) is not None}
+    up = [name for name, (shift, errors) in moved.items() if errors > 4 and shift > 0.1]
+    down = [name for name, (shift, errors) in moved.items() if errors < -2.2 and shift < -0.05]
+    fallen = _held_out_fall(series)
+    if len(series.parts) < 2 or not up or not (down or fallen):
         return None
-    winner, loser = (name.removeprefix("reward/") for name in (up[0], down[0]))
-    begin = middle(series.first(up[0], 8))
-    return Evidence(series.since(up[0], lambda value: value > begin + 0.05), up[0],
-                    f"Part `{winner}` of the reward rises while part `{loser}` falls",
-                    f"reward hacking: `{winner}` can be earned without `{loser}`, which the policy gives up for it",
-                    f"a smaller weight of `{winner}`:  nodes.reward.with.reward.{winner}=0.1  , or pay it only for "
-                    "completions that are right", {up[0]: moved[up[0]][0], down[0]: moved[down[0]][0]})
+    winner = max(up, key=lambda name: moved[name][1])
+    loser = f"part `{min(down, key=lambda name: moved[name][1]).removeprefix('reward/')}`" if down else \
+        f"`{fallen[0] if fallen else ''}`"
+    part, begin = winner.removeprefix("reward/"), middle(series.first(winner, 8))
+    return Evidence(series.since(winner, lambda value: value > begin + 0.05), winner,
+                    f"Part `{part}` of the reward rises while {loser} falls",
+                    f"reward hacking: `{part}` can be earned without the other, which the policy gives up for it",
+                    f"a smaller weight of `{part}`:  nodes.reward.with.reward.{part}=0.1  , or pay it only for "
+                    "completions that are right", {winner: moved[winner][0]})
 
 
-@detector(rows="long")
+def _moves(series: Series, name: str) -> tuple[float, float] | None:
+    """Return how far the mean of a metric has moved from the first steps to the last, and in how many standard
+    errors."""
+    start, recent = series.first(name, 10), series.last(name, 8)
+    if not start or not recent or len(series.known(name)) < 18:
+        return None
+    error = (max(variance(start), 4e-4) / len(start) + max(variance(recent), 4e-4) / len(recent)) ** 0.5
+    shift = mean(recent) - mean(start)
+    return shift, shift / error
+
+
+def _held_out_fall(series: Series) -> tuple[str, int, float, float] | None:
+    """Return the validation that has become worse, since when, its best and its last mean."""
+    for name in series.known_names("validation/"):
+        known = series.known(name)
+        best = max(known[:-2], key=lambda pair: pair[1], default=(0, 0.0))
+        if best[1] >= 0.1 and max(value for _, value in known[-2:]) <= 0.75 * best[1]:
+            return name, known[-2][0], best[1], known[-1][1]
+    return None
+
+
+@detector(rows="long", symptom=True)
 def length_hacking(series: Series) -> Evidence | None:
     """Rewards follow lengths, and lengths grow."""
     name, length = "reward/length_correlation", "response/length"
@@ -317,14 +331,14 @@ def kl_runs_off(series: Series) -> Evidence | None:
 @detector(symptom=True)
 def ratio_clipped(series: Series) -> Evidence | None:
     """The loss's bound is active on many tokens."""
-    name = "policy/clip_ratio"
-    recent = series.last(name, _RECENT)
-    if not recent or middle(recent) < 0.25:
+    name, node = "policy/clip_ratio", _update(series)
+    recent, bounded = series.last(name, 8), series.settings.get(f"nodes.{node}.with.loss", "ppo")
+    if not recent or middle(recent) < 0.15 or bounded not in ("ppo", "reinforce"):  # others bound most tokens
         return None
-    return Evidence(series.since(name, lambda value: value > 0.15), name,
+    return Evidence(series.since(name, lambda value: value > 0.1), name,
                     f"The bound of the loss is active on {middle(recent):.0%} of the tokens, which then teach nothing",
                     "the policy moves far within one batch: too many updates of it, or too large ones",
-                    f"nodes.{_update(series)}.with.epochs=1 , or  {_lower_rate(series)}", {"clipped": middle(recent)})
+                    f"nodes.{node}.with.epochs=1 , or  {_lower_rate(series)}", {"clipped": middle(recent)})
 
 
 @detector()
@@ -348,7 +362,7 @@ def mismatch(series: Series) -> Evidence | None:
 # Updates
 
 
-@detector()
+@detector(symptom=True)
 def gradient_spike(series: Series) -> Evidence | None:
     """The gradient's norm leaps."""
     name = "grad_norm"
@@ -376,15 +390,30 @@ def no_gradient(series: Series) -> Evidence | None:
 
 @detector()
 def learning_rate(series: Series) -> Evidence | None:
-    """The learning rate is so small that nothing changes."""
-    name = "learning_rate"
-    rates, moved = series.last(name, 8), series.last("policy/kl_reference", 8)
-    if not rates or max(rates) > 1e-8 and not (moved and max(moved) < 1e-7 and max(rates) > 0):
+    """The policy does not move at all, or leaves the model that it was within a few steps."""
+    name, kl = "learning_rate", "policy/kl_reference"
+    rates, moved, key = series.last(name, 8), series.last(kl, 8), f"roles.{_role(series)}.learning_rate"
+    signal = middle(series.last("reward/zero_std_groups", 8)) < 0.8
+    if rates and max(rates) > 0 and (max(rates) <= 1e-8 or moved and max(moved) < 1e-7 and signal):
+        return Evidence(series.steps[-8], name, f"The policy does not move: the learning rate is {max(rates):.1g}",
+                        "the learning rate is far below what models take (1e-7 to 1e-5, adapters 1e-5 to 1e-4)",
+                        f"{key}=1e-6", {"learning_rate": max(rates)})
+    now, entropy, start = series.last(kl, 1), series.last("policy/entropy", 2), series.first("policy/entropy", 2)
+    early = len(series.steps) <= 12
+    leapt = bool(now) and now[0] > 0.5
+    broke = bool(entropy and start) and min(entropy) > max(4 * min(start), min(start) + 0.3) and \
+        middle(series.last(series.reward, 2)) < 0.5 * middle(series.first(series.reward, 2))
+    if not early or not (leapt or broke):
         return None
-    key = f"roles.{_role(series)}.learning_rate"
-    return Evidence(series.steps[-8], name, f"The policy does not move: the learning rate is {max(rates):.1g}",
-                    "the learning rate is far below what models of any size take (1e-7 to 1e-5, adapters 1e-5 to 1e-4)",
-                    f"{key}=1e-6", {"learning_rate": max(rates)})
+    epochs = series.settings.get(f"nodes.{_update(series)}.with.epochs", "1")
+    rate = series.last(name, 1)
+    return Evidence(series.steps[0], kl if leapt else "policy/entropy",
+                    f"The policy left the model that it was within {len(series.steps)} steps"
+                    f"{f' ({now[0]:.2g} nats a token from the reference)' if leapt else ''}",
+                    f"the learning rate{f' ({rate[0]:.1g})' if rate else ''} is far above what such a model takes"
+                    f"{f', or {epochs} updates of each batch are too many' if epochs != '1' else ''}",
+                    f"{_lower_rate(series)}{f' , or  nodes.{_update(series)}.with.epochs=1' if epochs != '1' else ''}",
+                    {"kl": now[0] if now else 0.0, "learning_rate": rate[0] if rate else 0.0})
 
 
 @detector(rows="high")
@@ -461,23 +490,20 @@ def reference_moves(series: Series) -> Evidence | None:
 
 @detector(rows="high", symptom=True)
 def held_out_falls(series: Series) -> Evidence | None:
-    """Held-out answers become worse while training earns more."""
-    for name in series.names("validation/") or [key for key in ("validation/heldout",) if series.known(key)]:
-        known = series.known(name)
-        if len(known) < 3:
-            continue
-        best = max(known[:-2], key=lambda pair: pair[1])
-        if best[1] < 0.1 or max(value for _, value in known[-2:]) > 0.75 * best[1]:
-            continue
-        earned = [value for step, value in series.known(series.reward) if abs(step - best[0]) < 4]
-        if earned and middle(series.last(series.reward, 4)) >= middle(earned) - 0.02:
-            return Evidence(known[-2][0], name, f"`{name}` fell from {best[1]:.3f} to {known[-1][1]:.3f} while the "
-                            "reward in training did not",
-                            "the policy learns what earns in training alone: wrong answers in the training data, a "
-                            "reward that can be gamed, or problems that it knows by heart",
-                            "compare the completions with their answers; keep the best with  validation.best=true",
-                            {"best": best[1], "now": known[-1][1]})
-    return None
+    """Held-out answers become worse while training earns as much."""
+    fallen = _held_out_fall(series)
+    if fallen is None:
+        return None
+    name, since, best, now = fallen
+    at = next(step for step, value in series.known(name) if value == best)
+    earned = [value for step, value in series.known(series.reward) if abs(step - at) < 4]
+    if not earned or middle(series.last(series.reward, 4)) < middle(earned) - 0.02:
+        return None
+    return Evidence(since, name, f"`{name}` fell from {best:.3f} to {now:.3f} while the reward in training did not",
+                    "the policy learns what earns in training alone: wrong answers in the training data, a reward that "
+                    "can be gamed or pays for the wrong thing, or problems that it knows by heart",
+                    "compare the completions with their answers; keep the best with  validation.best=true",
+                    {"best": best, "now": now})
 
 
 @detector()
@@ -522,6 +548,22 @@ def stale_data(series: Series) -> Evidence | None:
     return Evidence(series.steps[-1], name if same else "epoch", what,
                     "the position in the data or the sampler's seed is that of an earlier step, as after a resume",
                     "distflow resume  restores both; a loop of your own must save the position", {})
+
+
+@detector(rows="low")
+def tool_errors(series: Series) -> Evidence | None:
+    """Tools answer with errors, often from the start or more often than before."""
+    name = "environment/error_answers"
+    start, recent = series.first(name, _FIRST), series.last(name, _RECENT)
+    if not start or not recent or middle(recent) < 0.2 or middle(recent) < 0.5 and middle(recent) < 2 * middle(start):
+        return None
+    earned = middle(series.last(series.reward, _RECENT)) - middle(series.first(series.reward, _FIRST))
+    return Evidence(series.since(name, lambda value: value > 0.15), name,
+                    f"{middle(recent):.0%} of what the tools answer are errors, at the start {middle(start):.0%}",
+                    "the policy has learned to earn by calls that fail" if earned > 0.05 else
+                    "the tools fail, or the policy calls them in a form that they do not take",
+                    "look at the observations in trajectories/ , and pay nothing for turns that fail",
+                    {"errors": middle(recent), "before": middle(start)})
 
 
 @detector(rows="low")

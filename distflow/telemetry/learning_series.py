@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean as mean
 from statistics import median
 from typing import Literal
 
@@ -38,6 +39,10 @@ class Series:
     def names(self, beginning: str) -> list[str]:
         """Return the metrics of the last step whose names begin so."""
         return [name for name, values in self._values.items() if name.startswith(beginning) and values[-1] is not None]
+
+    def known_names(self, beginning: str) -> list[str]:
+        """Return the metrics of any step whose names begin so, in order."""
+        return sorted(name for name in self._values if name.startswith(beginning))
 
     def last(self, name: str, count: int) -> list[float]:
         """Return a metric's values of the last `count` steps; none if one of them lacks it."""
@@ -91,6 +96,27 @@ def spread(values: Sequence[float]) -> float:
     """Return the standard deviation of most of the values: outliers do not count."""
     center = median(values)
     return _OF_NORMAL * median(abs(value - center) for value in values)
+
+
+def variance(values: Sequence[float]) -> float:
+    """Return the unbiased variance; statistics' own computes with fractions, which takes a hundred times as long."""
+    center = mean(values)
+    return sum((value - center) ** 2 for value in values) / (len(values) - 1)
+
+
+_SPLIT, _SURE = 8, 6.0  # fewest steps on each side of a fall, and standard errors that make it one
+
+
+def fall(values: list[float]) -> int | None:
+    """Return the index since which values are lower, where the two sides differ most; None if that may be chance."""
+    best, found = _SURE, None
+    for at in range(max(_SPLIT, len(values) - 40), len(values) - _SPLIT + 1):
+        before, after = values[max(0, at - 5 * _SPLIT) : at], values[at:]
+        error = (variance(before) / len(before) + variance(after) / len(after)) ** 0.5
+        gap = mean(before) - mean(after)
+        if gap > best * error and gap > 0.1 * abs(mean(before)):
+            best, found = gap / error if error else float("inf"), at
+    return found
 
 
 @dataclass(frozen=True)

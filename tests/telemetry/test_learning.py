@@ -10,7 +10,8 @@ from harness import ROOT
 
 from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
 from distflow.telemetry.learning import LearningFault, faults_of, main_fault
-from distflow.telemetry.learning_rules import RULES, fall
+from distflow.telemetry.learning_rules import RULES
+from distflow.telemetry.learning_series import fall
 
 HEALTHY = {"reward/mean": 0.5, "reward/std": 0.45, "reward/zero_std_groups": 0.4, "reward/length_correlation": 0.1,
            "reward/unanswered": 0.02, "policy/entropy": 0.3, "policy/kl_reference": 0.02, "policy/clip_ratio": 0.01,
@@ -18,7 +19,8 @@ HEALTHY = {"reward/mean": 0.5, "reward/std": 0.45, "reward/zero_std_groups": 0.4
            "learning_rate": 1e-6, "advantages/reward_correlation": 0.95, "advantages/std": 0.8,
            "reward/inconsistent": 0.0, "advantages/mean": 0.01,
            "mismatch/logprob_mean": 0.002, "mismatch/logprob_late": 0.002, "samples": 64.0, "reward/failed": 0.0,
-           "prompt/repeated": 0.0, "prompt/has_answer": 0.0, "value/explained": 0.3, "environment/turns": 2.5}
+           "prompt/repeated": 0.0, "prompt/has_answer": 0.0, "value/explained": 0.3, "environment/turns": 2.5,
+           "environment/error_answers": 0.05}
 
 
 def steps_of(count: int, seed: int = 0, first: int = 0, **changed: float) -> list[dict[str, float]]:
@@ -56,6 +58,7 @@ def test_noise_is_no_fault(seed):
     ("reference_moves", {"policy__kl_reference": 0.0}),
     ("duplicated_prompts", {"prompt__repeated": 0.6}),
     ("leaking_prompts", {"prompt__has_answer": 0.9}),
+    ("tool_errors", {"environment__error_answers": 0.6}),
     ("tools_avoided", {"environment__turns": 1.0}),
 ])
 def test_each_fault_is_named_soon_and_since_its_first_step(detector, changed):

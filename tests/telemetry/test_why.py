@@ -79,7 +79,7 @@ def test_what_changed_with_a_reward_is_named(tmp_path) -> None:
     (folder / "samples.jsonl").write_text(json.dumps(
         {"step": 40, "questions": "How many?", "completions": "so many words", "environment_rewards": 0.1}) + "\n")
     said = list(explain(folder, complete_checkpoints))
-    assert any(line.startswith("`reward/mean` leapt from 0.81 to 0.2, since step 31; detector `reward_changed`")
+    assert any(line.startswith("`reward/mean` leapt from 0.815 to 0.2, since step 31; detector `reward_changed`")
                for line in said)
     assert "  reward/math: 0.327 → 0.0811" in said
     assert "  response/length: 42 → 132" in said

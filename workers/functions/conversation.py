@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -268,6 +269,8 @@ def report_episodes(episodes: list[Trajectory], ids: Tensor, step: int, who: tup
     metrics.mean("response/truncated", sum(not episode.finished for episode in episodes), len(episodes))
     metrics.add("environment/cut", sum(episode.cut for episode in episodes))
     metrics.add("environment/failed", len(failures))
+    said = [answer.observation for episode in episodes for answer in episode.answers if answer.observation]
+    metrics.mean("environment/error_answers", sum(_is_error(text) for text in said), len(said))
     metrics.add("environment/timeouts", sum(failure.timeout for failure in failures))
     metrics.add("tokens", sum(len(piece.tokens) for episode in episodes for piece in episode.pieces if piece.sampled))
     if idle is not None:
@@ -278,6 +281,14 @@ def report_episodes(episodes: list[Trajectory], ids: Tensor, step: int, who: tup
     if failure_streak_of(who[1]).count(step, len(episodes), len(failures)) >= _FAILED_STEPS:
         raise RewardsFailed(f"{who[0]} `{who[1]}` has failed for every trajectory of {_FAILED_STEPS} steps in a row; "
                             f"the last: {failures[-1].reason}")
+
+
+_ERROR = re.compile(r"\b(?:error|exception|traceback|timed out|timeout|failed|invalid)\b", re.IGNORECASE)
+_HEAD = 200  # characters of an observation in which an error is looked for
+
+
+def _is_error(observation: object) -> bool:
+    return isinstance(observation, str) and _ERROR.search(observation[:_HEAD]) is not None
 
 
 def report_rewards(episodes: list[Trajectory], group: Tensor) -> None:
