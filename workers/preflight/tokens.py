@@ -208,6 +208,9 @@ class _TokenTrial:
         yield from self._failed(self._left_out, lambda each: f": {self._left_out(each)}",
                                 "What it leaves out is not learned. Take a template that keeps it.",
                                 "the chat template changes the answer of ")
+        yield from self._failed(_lost_thought, lambda each: f": {shortened(_lost_thought(each))}",
+                                "Take a template that writes it, or write it into `content`.",
+                                "the chat template leaves out the reasoning of the answer of ", doubt=True)
         yield from self._failed(self._not_learned, lambda each: " has a target without what the assistant says: "
                                 f"{shortened(self._not_learned(each))}", "Learn the last answers alone:  "
                                 "--set data.targets=last" if self.data.targets == "all" else "")
@@ -310,6 +313,13 @@ def _missing(role: str, each: _Rendered) -> str:
     written = _dense(each.text)
     return next((text for text in texts if _dense(mend_text(text)) not in written and
                  _dense(json.dumps(mend_text(text), ensure_ascii=False)[1:-1]) not in written), "")
+
+
+def _lost_thought(each: _Rendered) -> str:
+    """Return the reasoning of the last message that has a field of its own and is not rendered; "" if it is."""
+    thoughts = (each.whole[-1].get(name) for name in ("reasoning_content", "reasoning", "thinking"))
+    return next((text for text in thoughts if isinstance(text, str) and _dense(mend_text(text)) not in
+                 _dense(each.answered)), "")
 
 
 def _dropped_call(each: _Rendered) -> str:

@@ -93,6 +93,9 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
                                                "does not begin an answer at the end of the prompt"),
     "a template that opens a thought": (Task(SUMS, tokenizer=partial(tokenizer, THINKS)), False,
                                         "ends with `<think>`, and its answer lacks that"),
+    "reasoning that the template leaves out": (Task([{"messages": [*each["question"], {
+        "role": "assistant", "content": each["answer"], "reasoning_content": "I add."}]} for each in ASKED], data=WHOLE,
+        tokenizer=tokenizer), False, "leaves out the reasoning of the answer of each of the first 12 records"),
     "thoughts that the template strips": (Task(THOUGHT, tokenizer=partial(tokenizer, WITHOUT_THOUGHT)), True,
                                           "the chat template changes the answer of"),
     "a tokenizer without digits": (Task(SUMS, tokenizer=words), True, "has no tokens for characters of each"),
