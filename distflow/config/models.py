@@ -23,9 +23,6 @@ from distflow.config.hub import tensor_shapes
 from distflow.config.run import Lora, Model
 from distflow.config.shipped import find, on_hub
 from distflow.config.sizes import WIDENING, embedded_vision
-from distflow.config.sizes import Shape as Shape
-from distflow.config.sizes import shape_of as shape_of
-from distflow.config.sizes import shape_of_embedded as shape_of_embedded
 from distflow.config.spec import Spec
 from distflow.errors import Diagnostic, did_you_mean
 

@@ -13,7 +13,7 @@ from benchmarks.as_published import requests
 from benchmarks.device import pinned
 from benchmarks.parts import Part
 from benchmarks.shapes import SHAPES
-from distflow.config.models import shape_of
+from distflow.config.sizes import shape_of
 from distflow.data.batch import Batch, Ragged
 from distflow.data.row_copies import COPIES
 from workers.engines.devices import peak_of

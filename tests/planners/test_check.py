@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distflow.config.load import load
-from distflow.config.models import Shape, shape_of
+from distflow.config.sizes import Shape, shape_of
 from distflow.errors import InvalidInput
 from planners import plan
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from distflow.config.load import load
-from distflow.config.models import shape_of, shape_of_embedded
 from distflow.config.run import Model
+from distflow.config.sizes import shape_of, shape_of_embedded
 from distflow.errors import InvalidInput
 from distflow.plan import SOURCE
 from planners import plan

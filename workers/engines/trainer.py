@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from distflow.config.models import Shape
 from distflow.config.run import RoleRun
+from distflow.config.sizes import Shape
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
 from distflow.telemetry.metrics import current

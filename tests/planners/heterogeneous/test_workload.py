@@ -9,7 +9,7 @@ import pytest
 from benchmarks.qwen3 import folder
 from distflow.config.cluster import Cluster, Device, DeviceEfficiency, Link, Links, MachineGroup, Path
 from distflow.config.load import load
-from distflow.config.models import Shape
+from distflow.config.sizes import Shape
 from distflow.errors import InvalidInput
 from planners.heterogeneous.efficiency import BETWEEN, OF_KINDS
 from planners.heterogeneous.explain import impossible

@@ -20,8 +20,8 @@ from training import (
 )
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
-from distflow.config.models import shape_of, shape_of_embedded
 from distflow.config.run import Generation, Model, RoleRun
+from distflow.config.sizes import shape_of, shape_of_embedded
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
 from distflow.plan import Layout

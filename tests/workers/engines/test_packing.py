@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distflow.config.models import shape_of_embedded
 from distflow.config.run import Lora, Model
+from distflow.config.sizes import shape_of_embedded
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
 from planners.memory import activation_bytes
