@@ -77,8 +77,9 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
     writes its models instead of going on, and nothing else: the run may be going on elsewhere."""
     began, attempt, own_heartbeat = time.monotonic(), worker_context.attempt, worker_context.heartbeat
     if worker_context.supervisor_pid:
-        frozen = context.spec.run.robust.detectors.get("frozen", {})
-        continue_stopped(worker_context.supervisor_pid, frozen.get("seconds", _STOPPED))
+        frozen = context.spec.run.robust.detectors.get("frozen")
+        limit = frozen.get("seconds", _STOPPED) if isinstance(frozen, dict) else _STOPPED
+        continue_stopped(worker_context.supervisor_pid, limit)
     heartbeat.set_current(own_heartbeat)
     own_heartbeat.start()
     timeline.current().begin(role=context.role, attempt=attempt.number)

@@ -61,7 +61,7 @@ def reward_constant(series: Series) -> Evidence | None:
     return Evidence(since, series.reward, f"Every completion earns {value:.3g}{named}, so that nothing is learnt",
                     "the reward function pays the same for every completion: it does not find what it looks for, or an "
                     "error in it is taken for a verdict. Were all answers right, the data is too easy",
-                    "distflow check the reward on a few completions of samples.jsonl, and change  "
+                    "try the reward on a few completions of samples.jsonl, and change  "
                     f"nodes.reward.with.reward={parts[0] if parts else 'NAME'}",
                     {"reward": value, "steps": len(series.steps)})
 
