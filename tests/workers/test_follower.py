@@ -14,7 +14,7 @@ from stores import hosted
 from distflow.config.load import load
 from distflow.config.run import Checkpoint
 from distflow.data.batch import Batch, Ragged
-from distflow.data.crossing import REPORT, report_column
+from distflow.data.crossing import POLICIES, REPORT, report_column
 from distflow.data.row_filter import KeptRows
 from distflow.dock import StorageShardServer
 from distflow.dock.consumers import run_consumers
@@ -103,7 +103,8 @@ def sample(trainers, step, dropped=()):
 def _put(trainers, dock, ids, dropped):
     columns = sampled(ids, dropped)
     written = {f"{move.producer}/{name}": columns[name] for move in trainers.rollout.plan.dock for name in move.columns}
-    dock.put(Batch(ids, {**written, REPORT: report_column([Metrics().take()] * PROMPTS, ROWS)}))
+    policies = Ragged(torch.full((len(ids),), 0x80, dtype=torch.uint8), torch.ones_like(ids))  # {}: of no role
+    dock.put(Batch(ids, {**written, REPORT: report_column([Metrics().take()] * PROMPTS, ROWS), POLICIES: policies}))
 
 
 def sampled(ids, dropped):

@@ -12,7 +12,7 @@ import torch
 
 from distflow.config.load import load
 from distflow.data.batch import Batch
-from distflow.data.crossing import REPORT, ArrivedRows, report_column, report_of
+from distflow.data.crossing import POLICIES, REPORT, ArrivedRows, report_column, report_of
 from distflow.dock import TimedOut
 from distflow.dock.consumers import consumers_of
 from distflow.dock.shard import StorageShardServer
@@ -41,7 +41,8 @@ def channel():
 
 def put(dock, lease, column, group):
     report = report_column([Metrics().take()] * (len(lease) // ROWS), ROWS)
-    dock.put(Batch(lease.ids, {column: torch.ones(len(lease)), report_of(group): report}))
+    policies = {POLICIES: torch.zeros(len(lease))} if group == ROLLOUT else {}
+    dock.put(Batch(lease.ids, {column: torch.ones(len(lease)), report_of(group): report, **policies}))
     dock.commit(lease)
 
 
@@ -58,7 +59,8 @@ def test_the_trainer_waits_for_what_its_rows_lack_and_is_told_who_writes_it(chan
             dock.lease(TRAINER, COUNT, step=0)
         put(dock, dock.lease(READS, COUNT), "reference/logprobs", READS)
         rows = dock.fetch(dock.lease(TRAINER, COUNT, step=0))
-        assert set(rows.columns) == {"rollout/responses", REPORT, "reference/logprobs", report_of(READS)}
+        assert set(rows.columns) == {"rollout/responses", REPORT, POLICIES, "reference/logprobs",
+                                     report_of(READS)}
 
 
 def test_trainer_ranks_stop_sampling_once_enough_is_sampled_whoever_reads_it_still(channel):

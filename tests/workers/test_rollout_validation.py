@@ -15,7 +15,7 @@ import torch
 from stores import hosted
 
 from distflow.data.batch import Batch
-from distflow.data.crossing import report_column
+from distflow.data.crossing import POLICIES, REPORT, report_column
 from distflow.dock import StorageShardServer, TimedOut
 from distflow.dock.consumers import ORDER, RESULT, VALIDATION, consumers_of
 from distflow.errors import EngineError
@@ -164,7 +164,7 @@ def test_training_rows_leave_the_dock_though_nobody_validates_them(channel):
         channel.enqueue_prompts(dock, torch.arange(PROMPTS))
         for _ in range(PROMPTS):
             lease = dock.lease("rollout", ROWS)
-            columns = {"generate/responses": torch.zeros(ROWS), "report": torch.zeros(ROWS)}
+            columns = {name: torch.zeros(ROWS) for name in ("generate/responses", REPORT, POLICIES)}
             dock.put(Batch(lease.ids, columns))
             dock.commit(lease)
         dock.commit(dock.lease("trainer", ROWS * PROMPTS, step=0))
