@@ -20,8 +20,9 @@ from torch import Tensor
 
 Sums = dict[str, int]
 """By a tensor's name, as signed integers of 64 bits."""
-_ENTRIES = 1 << 22  # mixed at a time
-_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
+_ENTRIES = {"cpu": 1 << 16}  # mixed at a time: what a core's cache holds
+_MOST = 1 << 24  # of other devices
+_FACTOR = 0x9E3779B1 - (1 << 32)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -32,9 +33,10 @@ def sums_of(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Sums:
     for name, tensor in named:
         kind = dtype if tensor.dtype.itemsize > dtype.itemsize else tensor.dtype
         total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-        for entries in tensor.detach().reshape(-1).split(_ENTRIES):
-            bits = (entries.to(kind) + 0).view(_INTEGERS[kind.itemsize]).long()  # + 0: a zero has no sign
-            total += (bits * (bits + _FACTOR)).sum()
+        for entries in tensor.detach().reshape(-1).split(_ENTRIES.get(tensor.device.type, _MOST)):
+            bits = (entries.to(kind) + 0).view(_INTEGERS[kind.itemsize])  # + 0: a zero has no sign
+            bits = bits if kind.itemsize >= 4 else bits.int()
+            total += (bits + _FACTOR).mul_(bits).sum()  # a product of 32 bits, which wraps, in a sum of 64
         found[name] = found[name] + total if name in found else total
     return {name: int(total) for name, total in found.items()}
 
