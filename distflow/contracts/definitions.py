@@ -41,8 +41,12 @@ class Definition:
 def live(thing: Any) -> Definition:
     """Return the definition of a function or class that is imported."""
     code = inspect.unwrap(thing) if inspect.isfunction(thing) else thing.__init__
-    line = inspect.getsourcelines(thing)[1] if inspect.isfunction(thing) else 0
-    where = Location(inspect.getsourcefile(thing) or thing.__module__, line) if line else Location(thing.__module__)
+    where = Location(thing.__module__)
+    if inspect.isfunction(thing):
+        lines, first = inspect.getsourcelines(thing)
+        begins = next((number for number, line in enumerate(lines) if f"def {thing.__name__}" in line), 0)
+        where = Location(inspect.getsourcefile(thing) or thing.__module__, first + begins,
+                         text=f"def {thing.__name__}(…)")
     return Definition(thing.__name__, thing.__module__, where, thing, Names(getattr(code, "__globals__", {})))
 
 

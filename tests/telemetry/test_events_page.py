@@ -18,8 +18,9 @@ PASSED_ON = {"kind", "event", "detector"}  # names of parameters: an event of th
 
 
 def listed() -> dict[str, set[str]]:
-    """By event in the first column of a table, the keys in its last."""
-    rows = [line.split("|") for line in (ROOT / "docs/events.md").read_text().splitlines() if line[:3] == "| `"]
+    """By event in the first column of a table of three, the keys in its last."""
+    lines = (ROOT / "docs/events.md").read_text().splitlines()
+    rows = [line.split("|") for line in lines if line[:3] == "| `" and line.count("|") > 3]
     found = {row[1].strip(" `"): set(re.findall(r"`([^`]+)`", row[-2])) for row in rows}
     assert len(found) == len(rows), "an event is listed twice"
     return found
