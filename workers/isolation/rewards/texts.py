@@ -37,6 +37,14 @@ _SHORT = _UNITS | frozenset([
     "a", "A", "I", "an", "at", "be", "by", "go", "he", "He", "if", "If", "in", "In", "is", "it", "It", "my", "of",
     "on", "On", "per", "so", "So", "to", "To", "up", "us", "US", "we", "We"])
 """Words of one or two letters that may stand beside a number; others are the names of variables."""
+_MEASURES = {name: (quantity, names.split()[0]) for quantity, units in {
+    "length": ("mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre",
+               "in inch inche", "ft foot feet", "yd yard", "mi mile"),
+    "mass": ("mg milligram", "g gram", "kg kilogram", "lb pound", "oz ounce", "ton tonne"),
+    "time": ("ms millisecond", "s second sec", "min minute", "h hour hr", "day", "week", "month", "year"),
+    "volume": ("ml milliliter millilitre", "l liter litre", "gallon", "quart", "pint", "cup"),
+    "money": ("cent", "dollar usd")}.items() for names in units for name in names.split()}
+"""What is measured by each unit, and one name of it."""
 _LEADS = frozenset([
     "answer", "result", "total", "value", "sum", "cost", "price", "number", "solution", "is", "are", "was", "were",
     "be", "equals", "equal", "equaling", "gives", "give", "gave", "get", "gets", "got", "have", "has", "had", "need",
@@ -239,6 +247,19 @@ def _follows(after: str) -> bool:
             and all(len(word) > 2 or word in _SHORT for word in words))
 
 
+def _differ_in_unit(wanted: str, given: str) -> bool:
+    """Return whether two numbers have units of one quantity that are not the same, such as `12 cm` and `12 m`."""
+    one, other = _unit_of(wanted), _unit_of(given)
+    return one is not None and other is not None and one != other and one[0] == other[0]
+
+
+def _unit_of(text: str) -> tuple[str, str] | None:
+    """Return the quantity and the unit of a number that has one word behind it, and None if that is no unit."""
+    found = _NUMBER.fullmatch(_without_remarks(_without_markup(text)).strip().rstrip(".,;: "))
+    words = _WORD.findall(found["after"].lower()) if found else []
+    return _MEASURES.get(words[0]) or _MEASURES.get(words[0].removesuffix("s")) if len(words) == 1 else None
+
+
 def _value(text: str) -> Fraction:
     whole, _, rest = text.replace(",", "").rpartition("/")
     if not whole:
@@ -247,6 +268,7 @@ def _value(text: str) -> Fraction:
     return sum(map(Fraction, before), Fraction(f"{top}/{rest.strip()}"))
 
 
+_LETTERS = re.compile(r"[A-Za-z]{2,3}")
 _SIGNS = re.compile(r"\A[^\w\s$\\(\[{.+−–-]+\s*")
 _ANSWER = re.compile(r"\b(?:answer|correct (?:option|choice))\b(?:\W{0,3}\b(?:is|was)\b)?[^\w$\\(\[{+.−–-]{0,3}"
                      r"[\s*]*(?:(?:option|choice)\s+)?([^\s*:=].*?)\**\Z", re.IGNORECASE)
@@ -285,7 +307,7 @@ def _of_numbers(completion: str, answer: str, strict: bool) -> float | None:
         return 0.0 if _LONG.fullmatch(wanted) else None
     found = _given_number(completion, given)
     if found is not None:
-        return float(found.answers(expected, strict))
+        return float(found.answers(expected, strict) and not _differ_in_unit(wanted, given))
     return 0.0 if strict or _LONG.fullmatch(given) else None
 
 
@@ -434,5 +456,7 @@ def _given_number(completion: str, given: str) -> Number | None:
 def _equal(wanted: str, given: str) -> bool:
     if spelling(wanted) == spelling(given) != "":
         return True
+    if _LETTERS.fullmatch(wanted.strip()) and _LETTERS.fullmatch(given.strip()):
+        return False  # `on` and `no` are words: the factors of a product would have any order
     answer = parse_whole(given)
     return answer is not None and any(same(reading, answer) for reading in readings(wanted))

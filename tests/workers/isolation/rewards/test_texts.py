@@ -259,3 +259,14 @@ def test_length_with_a_hard_cap_and_with_a_target():
     (r"\boxed{2}", "[2, 5]", 0.0), (r"\boxed{[2,5]}", "[2, 5]", 1.0)])
 def test_math_takes_any_text_of_a_list_as_right(completion, answer, right):
     assert math(completion, answer) == right
+
+
+@pytest.mark.parametrize(("completion", "reference", "paid"), [
+    (r"\boxed{cba}", "abc", 0.0), (r"\boxed{no}", "on", 0.0), (r"\boxed{abc}", "abc", 1.0),
+    (r"\boxed{b \cdot a}", "ab", 1.0), (r"\boxed{2ba}", "2ab", 1.0),
+    (r"\boxed{12 m}", "12 cm", 0.0), (r"\boxed{12\text{ m}}", r"12\text{ cm}", 0.0), ("#### 5 km", "#### 5 miles", 0.0),
+    (r"\boxed{3 minutes}", "3 hours", 0.0), (r"\boxed{12 cents}", "12 dollars", 0.0),
+    (r"\boxed{12 centimeters}", "12 cm", 1.0), (r"\boxed{12}", "12 cm", 1.0), (r"\boxed{12 cm}", "12", 1.0),
+    (r"\boxed{12 inches}", "12 in", 1.0), (r"\boxed{5 feet}", "5 ft", 1.0), (r"\boxed{12 apples}", "12 cm", 1.0)])
+def test_math_compares_words_by_letters_and_numbers_by_unit(completion, reference, paid):
+    assert math(completion, reference) == paid
