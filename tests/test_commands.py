@@ -19,6 +19,8 @@ ELSEWHERE = {
     "faults": "tests/test_running_jobs.py", "inject": "tests/test_running_jobs.py", "scale": "tests/recovery",
     "set": "tests/test_set.py", "export": "tests/test_evaluate.py", "evaluate": "tests/test_evaluate.py",
     "resume": "tests/test_resume.py",
+    "run sft --run examples/recipes": "tests/test_recipes.py",
+    "run grpo --run examples/recipes": "tests/test_recipes.py",
     "run grpo.yaml --run placed.yaml": "tests/test_placed_runs.py",
     "plan grpo.yaml --cluster machines.yaml --place": "tests/test_placed_runs.py",
     "validate grpo --run my_run.yaml --prove": "tests/workers/preflight",
