@@ -78,6 +78,7 @@ def _make_calls(queue: SimpleQueue[tuple[Future, Callable[[], object]] | None]) 
                 future.set_result(function())
             except RuntimeError as error:
                 future.set_exception(error)
+        del call, future, function  # or the last call would keep the helper alive, and its connection open
 
 
 def _end(queue: SimpleQueue, thread: threading.Thread) -> None:

@@ -77,7 +77,7 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
     "a reward of nan": (MINE(reward("return float('nan')")), True, "returned nan"),
     "a list that is too short": (MINE(reward("return [1.0]", arguments="completions: list[str], answers: list[str]")),
                                  True, "it returned a list of 1 for"),
-    "a module that exits": (MINE("raise SystemExit(3)\n" + reward("return 0.0")), True, "ended with code"),
+    "a module that exits": (MINE("raise SystemExit(3)\n" + reward("return 0.0")), True, "SystemExit: 3"),
     "a service that does not answer": (MINE(reward("import urllib.request; urllib.request.urlopen('http://127.0.0.1:9')"
                                                    )), False, "raised URLError"),
 }

@@ -155,7 +155,7 @@ def test_nothing_is_left_behind(open_pool):
     pool.server.wait()
     assert not any(_lasts(lambda pid=pid: alive(pid)) for pid in more)
     with pytest.raises(EngineError, match="has ended, with code -9"):
-        pool.step(1, {"question": "q"}, "a")
+        answers(pool, {1: "a"})
     assert alive(os.getpid())
 
 
