@@ -125,8 +125,8 @@ def algorithm_pages() -> dict[str, str]:
 _PICTURE = """
 ![Held-out accuracy]({name}.svg)
 
-Held-out accuracy on the embedded arithmetic task over {steps} steps, from the weak start of the demonstration (a line
-for each seed, {seeds}; each dot is a validation over 240 problems): `python benchmarks/algorithms.py --curves FILE`.
+Held-out accuracy on the embedded arithmetic task, {steps} steps from the demonstration's weak model (`python
+benchmarks/algorithms.py --curves FILE`). A line is a seed ({seeds}), a dot a validation over 240 problems.
 """
 _ALGORITHM = """# `{name}`
 
@@ -138,8 +138,7 @@ _ALGORITHM = """# `{name}`
 {dag}
 ```
 
-`distflow run {name}` runs it on the embedded task; `distflow nodes FUNCTION` says what a function reads, writes and
-accepts; `distflow plan {name}` shows what each rank does.
+Run it on the embedded task: `distflow run {name}`. Columns and settings of a function: `distflow nodes FUNCTION`.
 {picture}"""
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 260, 46, 14, 34
 
