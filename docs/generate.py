@@ -29,11 +29,12 @@ HEAD = """# The run file
 
 <!-- Made by `make docs` from distflow/config/run.py: change it there. -->
 
-The DAG is the algorithm; a run file says what it runs on: models, data, steps, engines, and how ranks share the work.
-`distflow run DAG --run FILE` takes one (under torchrun `--run-file FILE`); `--set roles.actor.learning_rate=1e-6`
-overrides one value, the keys joined by dots. Unknown keys and values of another kind are refused with the line and the
-nearest right key. Relative paths are looked for in the current folder, beside the run file and among the shipped files.
-`dags/runs/` has complete ones.
+The DAG is the algorithm. A run file says what it runs on: models, data, steps, engines, and how ranks share the work.
+
+- **Use.** `distflow run DAG --run FILE` (torchrun: `--run-file FILE`). `--set roles.actor.learning_rate=1e-6` sets a value.
+- **Mistakes.** Unknown keys and wrong values are refused, with the line and the nearest right key.
+- **Paths** are looked up in the current folder, next to the run file, and among the shipped files.
+- **Examples** are in `dags/runs/`.
 
 """
 _KINDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false"}

@@ -56,7 +56,7 @@ class MachineGroup(Document):
     zone: str = ZONE
     inside: Link | None = None  # between two devices of a machine; default: `links.inside`
     network_gb_s: PositiveFloat | None = None
-    """Limit of what a machine sends over all its devices; default: that of the link."""
+    """Limit of a machine's traffic over all its devices; default: the link's."""
     host_gb_s: PositiveFloat = 25.0  # bandwidth between a device and its machine's memory
 
 

@@ -17,13 +17,13 @@ COMPUTE_ROLES = ("actor", "critic", "reference", "reward")
 
 
 class Follow(Document):
-    """How a frozen copy follows the role that it copies, which is trained: every so many steps its weights become
-    `mix` times those of that role plus (1 - `mix`) times its own."""
+    """A frozen copy's moves towards its trained original: every so many steps its weights become `mix` times the
+    original's plus (1 - `mix`) times its own."""
 
     every: PositiveInt
-    """Steps between two such moves."""
+    """Steps between two moves."""
     mix: float = Field(default=1.0, gt=0, le=1)
-    """Share of the other role's weights; 1 copies them."""
+    """Share of the original's weights; 1 copies them."""
 
 
 class Role(Document):

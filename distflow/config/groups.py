@@ -20,22 +20,21 @@ InferenceRanks = Annotated[PositiveInt | str, BeforeValidator(_ranks_or_place)]
 
 
 class Groups(Document):
-    """How the ranks are divided where training and sampling do not share them."""
+    """Division of the ranks where training and sampling do not share them."""
 
     rollout: float = 0.5
-    """Ranks that only sample, or their share of those that `inference` and `trainers` leave. The others train. 0, in
-    mode semi_sync: the ranks that train do all the sampling (partial rollouts; one rank is enough)."""
+    """Ranks that only sample, or their share of those that `inference` and `trainers` leave. The others train. 0 in
+    mode semi_sync: all ranks train and sample in turns (partial rollouts; one rank is enough)."""
     inference: dict[str, InferenceRanks] = {}
-    """Who computes with models that are only read (a reference, a reward model, a teacher), by role: ranks of their
-    own, as {reference: 1}; those that another role has of its own here or in `trainers`, as {reward: reference}; or in
-    mode async the ranks that sample, as {reference: rollout}. They compute prompt by prompt; ranks of `trainers`
-    wait for the whole step."""
+    """Ranks that compute with frozen models (a reference, a reward model, a teacher), by role: ranks of their own
+    ({reference: 1}); those of another role here or in `trainers` ({reward: reference}); in mode async the sampling
+    ranks ({reference: rollout}). They compute prompt by prompt; ranks of `trainers` wait for the whole step."""
     trainers: dict[str, PositiveInt] = {}
-    """Ranks of their own for trained roles that do not sample, as {critic: 1}. They train beside the first ranks, which
-    train the others, on the same rows in the same steps."""
+    """Ranks of their own for trained roles that do not sample ({critic: 1}). They train next to the first trainer, on
+    the same rows in the same steps."""
     share_gpus: bool = False
-    """Whether a machine may have more ranks than GPUs: its trainer and its rollouts then compute on the same ones, and
-    each takes its own part of the memory. Ranks of one group never share a GPU."""
+    """Allow more ranks than GPUs on a machine: its trainer and rollouts share GPUs, each with its part of the memory.
+    Ranks of one group never share a GPU."""
 
     @property
     def of_roles(self) -> int:

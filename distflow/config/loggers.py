@@ -76,13 +76,13 @@ class Wandb(Document):
     """Weights & Biases; samples are a table there."""
 
     project: str = "distflow"
-    """The project in which the run appears, under the name of its folder."""
+    """Project of the run, which has the name of its folder there."""
     entity: str | None = None
-    """The team or user; default: that of the login."""
+    """Team or user; default: the login's."""
     group: str | None = None
     """Runs of one group are shown together."""
     tags: list[str] = []
-    """Words to find the run by."""
+    """Tags of the run."""
     mode: Literal["online", "offline"] | None = None
     """offline: write RUN/wandb, for `wandb sync`; default: WANDB_MODE, else online."""
 
@@ -91,9 +91,9 @@ class Mlflow(Document):
     """An MLflow experiment; samples are tables there."""
 
     uri: str | None = None
-    """The tracking server or store, as sqlite:///mlflow.db; default: MLFLOW_TRACKING_URI, else mlflow.db here."""
+    """Tracking server or store, such as sqlite:///mlflow.db; default: MLFLOW_TRACKING_URI, else mlflow.db here."""
     experiment: str = "distflow"
-    """The experiment in which the run appears."""
+    """Experiment of the run."""
 
 
 class Tensorboard(Document):
@@ -104,7 +104,7 @@ class LoggerSettings(Document):
     """A logger: its name, or its name with settings."""
 
     tensorboard: Tensorboard | None = None
-    """TensorBoard, which takes none."""
+    """TensorBoard; no settings."""
     wandb: Wandb | None = None
     """Settings of Weights & Biases."""
     mlflow: Mlflow | None = None

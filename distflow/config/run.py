@@ -32,14 +32,14 @@ Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance
 
 
 class Model(Document):
-    """A Hugging Face model folder (`model: path` for short), or a tiny architecture that starts from random weights."""
+    """A Hugging Face model (`model: path` for short), or a tiny architecture with random weights."""
 
     path: str | None = None
-    """A folder in Hugging Face's format (config.json, *.safetensors, tokenizer.json), or the name of a model on its
-    hub, such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION, which is downloaded unless the hub's cache has it. A
-    resumed run continues with the same commit. `arithmetic_sft` is shipped: a small start for the embedded task."""
+    """A folder in Hugging Face's format (config.json, *.safetensors, tokenizer.json), or a model's name on the hub,
+    such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION. It is downloaded unless the hub's cache has it. A resumed run
+    keeps its commit. `arithmetic_sft` is shipped: a small start for the embedded task."""
     architecture: Literal["qwen3", "qwen2", "llama", "qwen3_vl", "qwen3_moe"] | None = None
-    """A tiny model of this family with random weights, for trying things out; the keys below are its sizes."""
+    """A tiny model of this family with random weights, for trials. The keys below are its sizes."""
     layers: PositiveInt = 3
     """Number of layers."""
     hidden: PositiveInt = 128
@@ -47,15 +47,15 @@ class Model(Document):
     heads: PositiveInt = 4
     """Attention heads of a layer."""
     kv_heads: PositiveInt = 2
-    """Key and value heads of a layer; `heads` is a multiple of it."""
+    """Key and value heads of a layer; they must divide `heads`."""
     head_dim: int = Field(default=32, ge=2, multiple_of=2)
-    """Width of an attention head; rotary embeddings turn pairs. vLLM needs 32: its attention on CPU crashes below."""
+    """Width of an attention head, even. vLLM needs 32: its attention on CPU crashes below."""
     max_positions: PositiveInt = 256
     """Longest row, prompt and response together, in tokens."""
     experts: PositiveInt | None = None
     """Experts of each layer of a qwen3_moe (default: 8)."""
     experts_per_token: PositiveInt | None = None
-    """Experts that compute for a token (default: 2), which together are as wide as a dense layer."""
+    """Experts that compute a token (default: 2). Together they are as wide as a dense layer."""
 
     @property
     def mixture(self) -> tuple[int, int] | None:
@@ -97,34 +97,34 @@ class Generation(Document):
     max_new_tokens: PositiveInt = 256
     """Longest response, in tokens."""
     temperature: NonNegativeFloat = 1.0
-    """Logits are divided by it; 0 always takes the likeliest token."""
+    """Divisor of the logits; 0 always takes the most probable token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample from the likeliest tokens whose probabilities add up to this share."""
+    """Sample from the most probable tokens whose probabilities add up to this share."""
     top_k: NonNegativeInt = 0
-    """Sample from so many of the likeliest tokens; 0: from all."""
+    """Sample from this many of the most probable tokens; 0: from all."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
-    """Sample from tokens that have at least this share of the likeliest one's probability (Nguyen et al. 2024).
-    Not with `rollout: sglang`."""
+    """Sample from tokens with at least this share of the highest probability (Nguyen et al. 2024). Not with `rollout:
+    sglang`."""
     stop: Texts = []
-    """Texts that end a response, beside the model's own end token; one text, or a list. They stay in the response, and
-    their tokens are trained like all that were sampled. Not with `rollout: sglang`."""
+    """Texts that end a response, besides the model's end token: one or a list. They stay in the response and are
+    trained. Not with `rollout: sglang`."""
     batch_rows: PositiveInt = 512
-    """Rows that generate at the same time on one rank. With `rollout: hf` on a CPU and 1 a row is sampled bit for bit
-    alike, whatever else is sampled and however long its tools take."""
+    """Rows that one rank samples at the same time. With 1, `rollout: hf` on a CPU samples a row bit for bit alike,
+    whatever else is sampled and however long its tools take."""
     memory_share: float = Field(default=0.5, gt=0, le=1)
-    """Of a GPU's memory, what vLLM and SGLang may take for weights and caches while they are awake."""
+    """Share of a GPU's memory for weights and caches of vLLM and SGLang while they are awake."""
     quantization: Literal["none", "fp8"] = "none"
-    """fp8: linear layers and experts sample with weights and activations of 8 bits, one scale for a weight, made of the
-    trainer's weights at each update. With `rollout: vllm` on a GPU; correct for the difference
+    """fp8: sample with 8-bit weights and activations in linear layers and experts, one scale for a weight, made from
+    the trainer's weights at each update. For `rollout: vllm` on a GPU. Correct for the difference
     (`truncated_importance`)."""
     routing_replay: bool = False
-    """Whether a mixture of experts is trained with the experts that its rollout chose for each token (R3, Ma et al.
-    2025), so that rounding does not send a token to others. With `rollout: hf` and `engine: fsdp`."""
+    """Train a mixture of experts with the experts that its rollout chose for each token (R3, Ma et al. 2025), so that
+    rounding does not change them. For `rollout: hf` with `engine: fsdp`."""
     cuda_graphs: bool = True
-    """On a GPU: whether a decoding step is captured once and launched as a whole. With `rollout: hf` for dense models
-    without windows or images; with vLLM and SGLang for all."""
+    """Capture a decoding step once and launch it as a whole, on a GPU. `rollout: hf` does so for dense models without
+    windows or images, vLLM and SGLang for all."""
     batch_invariant: bool = False
-    """Kernels whose result for a row does not depend on the other rows, where the library has them; slower."""
+    """Use kernels whose result for a row does not depend on the other rows, where the library has them; slower."""
 
     @field_validator("stop")
     @classmethod
@@ -135,69 +135,69 @@ class Generation(Document):
 
 
 class Lora(Document):
-    """Low-rank adapters (Hu et al. 2021) are trained instead of the model's own weights, which stay as they are.
-
-    What they add to a layer is scaled by alpha / rank, or with `rslora` by alpha / √rank (Kalajdzievski 2023).
-    """
+    """Low-rank adapters (Hu et al. 2021). They are trained instead of the model's own weights. Their output is scaled
+    by alpha / rank, or with `rslora` by alpha / √rank (Kalajdzievski 2023)."""
 
     rank: PositiveInt = 16
     """Rank of each adapter."""
     alpha: PositiveFloat = 32
-    """Scale of what an adapter adds, see above."""
+    """Scale of an adapter's output, see above."""
     targets: Texts = Field(default=["all-linear"], min_length=1)
-    """The linear layers that get adapters, by the last parts of their names; `all-linear`: all but the output layer."""
+    """Linear layers with adapters, by the last parts of their names; `all-linear`: all but the output layer."""
     rslora: bool = False
-    """Whether that is scaled by alpha / √rank."""
+    """Scale by alpha / √rank."""
 
 
 class RoleRun(Document):
     """The model, the engines and the optimizer of one role."""
 
     model: Model | None = None
-    """Its model folder or its name on the Hugging Face hub, as `model: Qwen/Qwen3-0.6B`, or a tiny architecture; none
-    for a role that copies another's."""
+    """Model folder or name on the Hugging Face hub (`model: Qwen/Qwen3-0.6B`), or a tiny architecture; none for a role
+    that copies another one's."""
     lora: Lora | None = None
     """Adapters of a trained role; without them its whole model is trained."""
     freeze: Texts = []
-    """Parameters of a trained role that stay as they are: a pattern of their names, or a list, as
-    [model.embed_tokens.*, layers.0.*, mlp.gate.weight]. `*` is any text, and a name may begin at any of its parts. Such
-    weights have no gradient and no optimizer state. With `engine: fsdp`, and without `lora`."""
+    """Parameters of a trained role that are not trained: a pattern of their names, or a list, such as
+    [model.embed_tokens.*, layers.0.*, mlp.gate.weight]. `*` is any text; a pattern may begin at any part of a name.
+    They have no gradient and no optimizer state. For `engine: fsdp` without `lora`."""
     engine: Literal["fsdp", "megatron"] = "fsdp"
-    """The library that trains and infers."""
+    """Library that trains and infers."""
     rollout: Literal["hf", "vllm", "sglang"] = "hf"
-    """The library that samples."""
+    """Library that samples."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the forward pass; master weights and reductions stay float32. auto: bfloat16 on GPU, float32 on CPU."""
+    """Type of the forward pass; master weights and reductions stay float32. auto: bfloat16 on GPU, float32 on CPU."""
     swap: bool = False
-    """Whether what only training needs is in host memory while the role samples, and what only sampling needs is given
-    back while it trains."""
+    """Move training state to host memory while the role samples, and free sampling state while it trains."""
     replicas: PositiveInt = 1
-    """How many times training has the model (HSDP): each copy lies in shards on dp / replicas ranks, as a machine's."""
+    """Copies of the model in training (HSDP). Each copy is sharded over dp / replicas ranks, such as those of a
+    machine."""
     offload: bool = False
-    """Whether training keeps weights, gradients and optimizer in host memory, and a layer comes when it computes."""
+    """Keep weights, gradients and optimizer in host memory while training; a layer moves to the device when it
+    computes."""
     recompute: bool | None = None
-    """Whether a layer's activations are computed again in the backward pass instead of being kept; default: in models
-    above 1e9 parameters."""
+    """Compute a layer's activations again in the backward pass instead of keeping them; default: above 1e9
+    parameters."""
     compile: bool = False
-    """Whether training compiles what layers have beside attention (torch.compile); the first steps are slow."""
+    """Compile everything in a layer except attention for training (torch.compile); the first steps are slow."""
     micro_batch_tokens: PositiveInt = 16384
-    """Most tokens of prompts and responses in one forward and backward pass of a rank, with padding where rows are
-    padded; a longer row is alone in its own. It changes memory and speed, not the result."""
+    """Most tokens, padding included, in one forward and backward pass of a rank. A longer row has a pass of its own. It
+    changes memory and speed, not the result."""
     learning_rate: PositiveFloat = 1e-6
-    """AdamW's, after the warm-up."""
+    """Learning rate of AdamW after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What becomes of the learning rate after the warm-up: it stays, or falls to `min_learning_rate` at the last step,
-    in a line or along a cosine. A resume with other `steps` stretches it, and says how the rate jumps."""
+    """Learning rate after the warm-up: it stays, or falls to `min_learning_rate` at the last step, linearly or along a
+    cosine. A resume with other `steps` stretches it, and reports the jump."""
     min_learning_rate: NonNegativeFloat = 0.0
-    """Learning rate at the last step, with `schedule: linear` or `cosine`; 0 would be that of the step after it."""
+    """Learning rate at the last step, with `schedule: linear` or `cosine`; with 0 only the step after it would have
+    rate 0."""
     warmup_steps: NonNegativeInt = 0
-    """Steps in which the learning rate grows from 0, in a line."""
+    """Steps in which the learning rate grows linearly from 0."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's, for weight matrices: not for biases and norms, stacked ones either."""
+    """Weight decay of AdamW for weight matrices; not for biases and norms, even if they are stacked."""
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
-    """AdamW's decay of the mean and of the squared mean of gradients."""
+    """Decay of AdamW's first and second moment."""
     max_grad_norm: PositiveFloat = 1.0
-    """A gradient whose norm is larger is scaled down to it."""
+    """Gradients with a larger norm are scaled down to it."""
     generation: Generation = Generation()
     """How the role samples."""
 
@@ -225,66 +225,61 @@ _OF_TOKENIZER = ("add_generation_prompt", "continue_final_message", "tokenize", 
 
 class Data(Document):
     """The training set: a .jsonl or .parquet file, a folder that `datasets` saved, or a file on the Hugging Face hub,
-    as hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet; or several of them."""
+    such as hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet; or several of them."""
 
     train: dict[str, PositiveFloat] = Field(min_length=1)
-    """The file or folder; or several, each with its weight, as {gsm8k.jsonl: 3, math.jsonl: 1}: three of four prompts
-    come from the first. Each is shuffled by itself and begins again when it is through. Records have the name of their
-    file as field `source`, with its folder where two have one name, unless they have such a field: name it in
-    `columns` to see it in samples."""
+    """The file or folder; or several with weights, such as {gsm8k.jsonl: 3, math.jsonl: 1}: three of four prompts come
+    from the first. Each is shuffled by itself and repeated. Records get the field `source`, the name of their file
+    (with its folder if two files have one name), unless they have one; list it in `columns` to see it in samples."""
     batch: PositiveInt = 32
     """Prompts of a step, over all ranks. Any number works with any number of ranks."""
     question: str = "question"
-    """The field with what is asked: text, or a list of chat messages, each with `role` and `content`. Of messages,
-    rewards get the text of the last one of the user as `question`. A dotted name is a field in a field, here and
-    wherever a field is named, as extra_info.question. Without this key, records in the forms of TRL (`prompt`), verl
-    and Alpaca are read as those have it; a note says so."""
+    """Field with the question: text, or chat messages with `role` and `content`. Rewards get the text of the last user
+    message as `question`. A dot enters a field, here and in all field names, such as extra_info.question. Without this
+    key, records of TRL (`prompt`), verl and Alpaca are recognised; a note says so."""
     answer: str = "answer"
-    """The field with the right answer, text or a number: what rewards compare to, or what supervised training
-    imitates. Of messages it is the last one, of the assistant. Where it is the same field as `question`, or there is
-    none beside `messages` or `conversations`, the last message of the question is the answer. A list or a mapping is
-    given to rewards as JSON text, and is never imitated. Records need none where neither rewards nor nodes read it."""
+    """Field with the right answer, text or number, which rewards compare to and supervised training imitates. Of
+    messages it is the last one of the assistant. If it is the same field as `question`, or if there are only `messages`
+    or `conversations`, the question's last message is the answer. Rewards get a list or mapping as JSON text; it is
+    never imitated. Records need no answer if no reward and no node reads it."""
     targets: Literal["last", "all"] = "last"
-    """Which messages of the assistant supervised training imitates: the answer, or all of the conversation. Not with
+    """Assistant messages that supervised training imitates: the answer, or all of the conversation. Not with
     `images`."""
     drop_answer: bool = False
-    """Whether a question of messages that ends with one of the assistant is asked without it. Else the model continues
-    that message."""
+    """Remove an assistant message at the end of a question. Otherwise the model continues it."""
     system_prompt: str | None = None
-    """A system message before every question, but for those that begin with one of their own."""
+    """System message before every question without one of its own."""
     prompt_suffix: str = ""
-    """Text that is put right behind every question, as " Think step by step." Rewards get the question without it."""
+    """Text directly after every question, such as ' Think step by step.' Rewards get the question without it."""
     tools: str | None = None
-    """A field with the tools that a question may use, as the chat template takes them: a list of JSON schemas, or JSON
-    text of one."""
+    """Field with a question's tools, as the chat template takes them: a list of JSON schemas, or JSON text of one."""
     enable_thinking: bool | None = None
-    """Passed to the chat template, where that has such a switch; default: the template's own."""
+    """Switch of the chat template, if it has one; default: the template's own."""
     chat_template_kwargs: dict[str, bool | int | float | str | list[str]] = {}
-    """Further variables of the chat template, as {reasoning_effort: low}."""
+    """Further variables of the chat template, such as {reasoning_effort: low}."""
     strict: bool = False
-    """Whether a record whose question or answer is empty is a mistake. Else another record takes its place, and
-    `data/records_skipped` of the metrics and events.jsonl say so."""
+    """Refuse records with an empty question or answer. Otherwise another record takes their place; metric
+    `data/records_skipped` and events.jsonl say so."""
     filter: Texts = []
-    """Records to train on: an expression over a record's fields, as len(question) < 400 and level in [3, 4], or a
-    function of yours, MODULE:FUNCTION, which gets the record; or a list of these, which must all be true. Each rank
-    reads all records once as the run starts, which says how many each filter drops; ranks that keep other records than
-    rank 0 end the run. Validation data is not filtered."""
+    """Records to train on: an expression over fields, such as len(question) < 400 and level in [3, 4]; your function of
+    a record, MODULE:FUNCTION; or a list, which must all be true. Each rank reads all records once at the start and
+    reports how many each filter drops. A rank that keeps other records than rank 0 ends the run. Validation data is not
+    filtered."""
     columns: Annotated[dict[str, str], BeforeValidator(fields_by_column)] = {}
-    """Further fields that nodes and rewards may read, by their own names, as [difficulty, extra_info.index], of which
-    the second is column `index`; or by names of yours, as {number: extra_info.index}. A list or a mapping in such a
-    field is read as JSON text. Samples have them too, and `distflow why` compares by them: name the field that says
-    where a record comes from."""
+    """Further fields for nodes and rewards, such as [difficulty, extra_info.index] (the second is column `index`), or
+    renamed, such as {number: extra_info.index}. A list or mapping in a field is read as JSON text. Samples show them,
+    and `distflow why` compares by them: name the field with a record's origin."""
     images: str | None = None
-    """A field with what a question shows: the path of an image (from the data file on), {bytes, path}, or a list of
-    these. Each stands where the question says <image>; without that, all stand before it."""
+    """Field with a question's images: a path (from the data file on), {bytes, path}, or a list of these. Each stands at
+    <image> in the question, or all stand before it."""
     max_prompt_tokens: PositiveInt = 1024
-    """A longer prompt loses its beginning, and `data/prompts_cut` of the metrics counts it; see `long_prompts`."""
+    """Longer prompts lose their beginning (metric `data/prompts_cut`); see `long_prompts`."""
     long_prompts: Literal["cut", "drop"] = "cut"
-    """What becomes of training prompts that are longer than that. drop: another record takes the place of each, which
-    `data/records_skipped` of the metrics and events.jsonl say; with `images`, which cannot be cut, always. Validation
-    cuts prompts, and leaves out those with images that are too long."""
+    """Treatment of longer training prompts. drop: another record takes the place (metric `data/records_skipped`,
+    events.jsonl); always so with `images`, which cannot be cut. Validation cuts prompts, and leaves out those whose
+    images are too long."""
     max_target_tokens: PositiveInt = 1024
-    """A longer answer loses its end where it is imitated, and `data/targets_cut` of the metrics counts it."""
+    """Longer answers lose their end in supervised training (metric `data/targets_cut`)."""
 
     @field_validator("train", mode="before")
     @classmethod
@@ -338,35 +333,35 @@ class Data(Document):
 
 
 class Validation(Document):
-    """Answers to problems that are not trained on: the likeliest one to each, unless it says otherwise."""
+    """Answers to held-out problems: the most probable one to each, by default."""
 
     data: dict[str, str] = Field(min_length=1)
-    """The sets: a name of your own for each, and its file or folder, as {test: gsm8k_test.jsonl}."""
+    """The sets: your name for each, and its file or folder, such as {test: gsm8k_test.jsonl}."""
     every: PositiveInt = 20
-    """Steps between two validations; one comes before the first step, and one after the last, in any case."""
+    """Steps between two validations. One always comes before the first step, and one after the last."""
     reward: Any = "math"
-    """As that of a `score` node: see `distflow.contracts.rewards`."""
+    """Reward, as of a `score` node: see `distflow.contracts.rewards`."""
     samples: PositiveInt = 1
-    """Answers to each problem. Of several the mean is reported, and `validation_pass/SET`: pass@k with all of them."""
+    """Answers to each problem. Of several, the mean is reported, and `validation_pass/SET`: pass@k with all of them."""
     temperature: NonNegativeFloat = 0.0
-    """Of these answers; 0 takes the likeliest tokens."""
+    """Temperature of these answers; 0 takes the most probable tokens."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """As that of the role's `generation`, which is the default. It says nothing at temperature 0, as the next two."""
+    """As in `generation`, whose value is the default. This and the next two mean nothing at temperature 0."""
     top_k: NonNegativeInt | None = None
-    """As that of the role's `generation`, which is the default."""
+    """As in `generation`, whose value is the default."""
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """As that of the role's `generation`, which is the default. Not with `rollout: sglang`."""
+    """As in `generation`, whose value is the default. Not with `rollout: sglang`."""
     max_new_tokens: PositiveInt | None = None
-    """Longest answer, in tokens; default: that of the role's `generation`."""
+    """Longest answer, in tokens; default: that of `generation`."""
     stop_at: float | None = None
-    """End the run as soon as the first set's mean reward reaches this."""
+    """End the run once the first set's mean reward reaches this."""
     patience: PositiveInt | None = None
-    """End the run after so many validations in a row without a new best mean of the first set."""
+    """End the run after this many validations in a row without a new best mean of the first set."""
     best: bool = False
-    """Whether the models of the best mean of the first set so far are kept as Hugging Face folders in RUN/best/."""
+    """Keep the models of the first set's best mean as Hugging Face folders in RUN/best/."""
     group: Literal["rollout", "trainer"] = "rollout"
-    """Ranks that answer (modes async and semi_sync). rollout: one of those that sample, while the others go on; the
-    result comes some steps later. trainer: those that train, which stand still meanwhile."""
+    """Ranks that answer (modes async and semi_sync). rollout: one that samples, while the others continue; the result
+    comes some steps later. trainer: those that train, which stand still meanwhile."""
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Validation:
@@ -385,7 +380,7 @@ class Checkpoint(Document):
     every: NonNegativeInt = 50
     """Steps between two checkpoints; 0: no checkpoints."""
     keep: PositiveInt = 2
-    """How many of the newest stay on disk."""
+    """Number of newest checkpoints that stay on disk."""
 
 
 class Parallel(Document):
@@ -393,7 +388,7 @@ class Parallel(Document):
     other sizes than `dp`."""
 
     dp: PositiveInt | None = None
-    """Shares of the rows; default: as many as the ranks allow."""
+    """Data-parallel parts of the rows; default: as many as the ranks allow."""
     tp: PositiveInt = 1
     """Ranks that split each layer of a model."""
     pp: PositiveInt = 1
@@ -403,12 +398,13 @@ class Parallel(Document):
     ep: PositiveInt = 1
     """Ranks that split the experts of a layer, among those of `dp` and `cp`."""
     layers: list[PositiveInt] = []
-    """Layers of each stage of `pp`, as [10, 6] for unlike ranks; by default equally many."""
+    """Layers of each stage of `pp`, such as [10, 6] for unequal ranks; default: equal."""
     order: RankOrder = SHARES_OUTERMOST
-    """Which ranks are neighbours, nearest first. tp-pp-dp: the stages of a share follow each other. tp-dp-pp: the first
-    stage of all shares is on the first ranks, and so on, so that unlike machines can have a stage each."""
+    """Which ranks are neighbours, nearest first. tp-pp-dp: the stages of a dp part are next to each other. tp-dp-pp:
+    the first stage of all dp parts is on the first ranks, and so on, so that unequal machines can have a stage each."""
     rows: list[NonNegativeInt] = []
-    """For each share a number, and rows in that proportion, as [2, 1] for unlike ranks; by default equally many."""
+    """A number for each dp part, which gets rows in that proportion, such as [2, 1] for unequal ranks; 0 leaves it out;
+    default: equal."""
 
     @field_validator("rows", mode="before")
     @classmethod
@@ -421,90 +417,87 @@ class Parallel(Document):
 
 
 class Run(Document):
-    """Everything that a run needs beside its DAG."""
+    """Everything that a run needs except its DAG."""
 
     steps: PositiveInt
-    """Training steps; each takes `data.batch` prompts."""
+    """Training steps of `data.batch` prompts each."""
     data: Data
-    """What is trained on."""
+    """The training data."""
     roles: dict[str, RoleRun] = {}
-    """The models of the DAG's roles, by role."""
+    """Models of the DAG's roles, by role."""
     seed: int = Field(default=0, ge=0, lt=2**64)
-    """Decides the random weights, the order of the data and what is sampled."""
+    """Decides random weights, the order of the data, and samples."""
     ranks: PositiveInt | None = None
-    """How many ranks `distflow run` and `distflow plan` take by default; under torchrun its count stands."""
+    """Default number of ranks of `distflow run` and `distflow plan`; under torchrun its own count holds."""
     mode: Literal["sync", "semi_sync", "async"] = "sync"
-    """sync: all ranks sample and then train, together. async: some sample, the others train, each at its own pace.
-    semi_sync: as async, but those that train sample too, until enough is there (`switch_at`)."""
+    """sync: all ranks sample, then all train. async: some sample, the others train, each at its own pace. semi_sync: as
+    async, but training ranks sample, too, until enough is there (`switch_at`)."""
     groups: Groups = Groups()
-    """How ranks are divided; in mode sync, where the others sample and train, only `inference` and `trainers` count."""
+    """Division of the ranks. In mode sync only `inference` and `trainers` count."""
     staleness: NonNegativeInt = 1
-    """By how many steps the weights that sampled a token may be older than those that train on it (mode async). With 0,
-    training waits for samples of its newest weights, as in mode sync. (`staleness/max` of the metrics counts optimizer
-    steps, of which a node with several mini-batches makes several.)"""
+    """Highest age of the weights that sampled a token, in steps before those that train on it (mode async). With 0,
+    training waits for samples of its newest weights, as in mode sync. (Metric `staleness/max` counts optimizer steps:
+    several for a node with mini-batches.)"""
     on_stale: Literal["wait", "drop", "keep"] = "wait"
-    """What becomes of samples that would be older than `staleness` (modes async and semi_sync). wait: there are none,
-    as training takes the prompts in the order of the data and waits for the slowest of them. drop, keep: it takes those
-    that are done first, while the slow ones go on; one that is too old by then is dropped and sampled again, or trained
-    on all the same, in a DAG that corrects for it (`truncated_importance`)."""
+    """Treatment of samples older than `staleness` (modes async and semi_sync). wait: there are none; training takes
+    prompts in the order of the data and waits for the slowest. drop, keep: it takes finished prompts first, while slow
+    ones continue. One that is too old by then is sampled again (drop), or trained on in a DAG that corrects for it
+    (keep; `truncated_importance`)."""
     on_new_weights: Literal["continue", "restart"] = "continue"
-    """What happens to unfinished rows when new weights come (mode async): their next tokens are sampled with these, or
-    the turn that is under way begins again."""
+    """Unfinished rows when new weights come (mode async). continue: their next tokens use these. restart: the turn in
+    progress begins again."""
     switch_at: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Ranks that do both go over to training (mode semi_sync) once the samples of so many prompts wait for it, as a
-    share of a step's, of whichever steps they are."""
+    """Share of a step's prompts, of any steps, whose samples must wait before ranks that do both begin to train (mode
+    semi_sync)."""
     fuse: bool = True
-    """Whether ranks that train compute what needs no whole step, such as log-probabilities of the reference, of the
-    prompts that are done while others are still sampled (modes async and semi_sync). Which prompts are computed
-    together then depends on when they come, so that two runs with one seed round otherwise."""
+    """Let training ranks compute finished prompts while others are still sampled, in nodes that need no whole step,
+    such as a reference's log-probabilities (modes async and semi_sync). Batches then depend on timing, so two runs with
+    one seed round differently."""
     transport: Literal["auto", "memory", "ucx", "tcp"] = "auto"
-    """How weights travel to those that sample (mode async): through shared memory, within a machine; by UCX
-    (extra `ucx`); by TCP. auto: the first of these that both ends can use; events.jsonl says which."""
+    """How weights travel to sampling ranks (mode async): shared memory within a machine, UCX (extra `ucx`), or TCP.
+    auto: the first that both ends can use; events.jsonl says which."""
     backend: Backend = "auto"
-    """Library of the collectives on the ranks' devices. auto: nccl on GPUs, gloo on CPUs. Another is tried at the
-    start, and it is a mistake if it does not work. ucc: Unified Collective Communication, which few builds of torch
-    have."""
+    """Library of the collectives between ranks. auto: nccl on GPUs, gloo on CPUs. Another one is tried at the start,
+    which fails if it does not work. ucc: Unified Collective Communication, in few builds of torch."""
     dock_gib: PositiveFloat = 16.0
-    """GiB of samples that each machine that trains should store in its host memory (modes async and semi_sync). Where
-    they are full, ranks that sample begin no prompts but those of the step that the trainer waits for, until it has
-    released others. The trainer itself never waits for room. With `on_stale` drop or keep no rank waits: the trainer
-    releases the rows of trained steps."""
+    """GiB of samples in the host memory of each training machine (modes async and semi_sync). If they are full,
+    sampling ranks begin only prompts of the step that the trainer waits for, until it releases others. The trainer
+    never waits for room. With `on_stale` drop or keep no rank waits: the trainer releases rows of trained steps."""
     layouts: dict[str, Parallel] = {}
-    """How a node's ranks split its work, by node."""
+    """How ranks split a node's work, by node."""
     validation: Validation | None = None
-    """Held-out problems and how often they are asked; without it there is no validation."""
+    """Held-out problems and their interval; default: no validation."""
     training_api: TrainingApi | None = None
-    """A client's calls train, in place of the DAG's nodes (mode sync); {} for the defaults."""
+    """A client's calls train, instead of the DAG's nodes (mode sync); {} for the defaults."""
     checkpoint: Checkpoint = Checkpoint()
     """How often the run is saved to disk."""
     robust: Robust = Robust()
-    """What happens when something breaks."""
+    """Recovery from failures."""
     faults: list[Fault] = []
-    """What is broken on purpose, to see what happens."""
+    """Faults on purpose."""
     preflight: bool = True
-    """Whether data, rewards and tokens are proved on the first records, and models on a few rows, at the start."""
+    """Prove data, rewards and tokens on the first records, and models on a few rows, at the start."""
     log: list[LoggerSettings] = Field(default=["tensorboard"], validate_default=True)
-    """Where metrics and samples go beside the run's folder. With settings: {wandb: {project: mine, mode: offline}}."""
+    """Further places for metrics and samples, some with settings: {wandb: {project: mine, mode: offline}}."""
     output: str = "runs"
-    """The folder in which the run makes its own."""
+    """Folder in which each run makes its own."""
     samples: NonNegativeInt = 4
-    """Rows that samples.jsonl gets each step, of those of the first rank that trains."""
+    """Rows of each step in samples.jsonl, from the first training rank."""
     all_samples: bool = False
-    """Write all rows of each step too, in the form of samples.jsonl but for single tokens: each rank that trains writes
-    its part to samples/rankN.jsonl."""
+    """Write all rows of each step, as in samples.jsonl without single tokens: each training rank writes
+    samples/rankN.jsonl."""
     trajectories: NonNegativeInt = 16
-    """Rows of each step and rank whose turns are written to trajectories/, for nodes that converse."""
+    """Rows of each step and rank whose turns are written to trajectories/, for nodes with conversations."""
     report: bool = True
-    """Write report.html when the run has finished; `distflow report` writes it at any time."""
+    """Write report.html at the end; `distflow report` writes it at any time."""
     timeline: bool = True
-    """Write what each rank does when to timeline/, for `distflow report --trace`, `distflow why` and the report."""
+    """Write each rank's activities to timeline/, for `distflow report --trace`, `distflow why` and the report."""
     profile: list[PositiveInt] = []
-    """Steps that the PyTorch profiler records, on ranks that train (in mode sync all), to profile/."""
+    """Steps that the PyTorch profiler records to profile/, on training ranks (in mode sync all)."""
     wait_limit: float = Field(default=600.0, gt=0, le=1e9)
-    """Seconds that a collective may wait for the slowest rank, and in modes async and semi_sync the trainer for the
-    samples of a draw, before the run stops and says who is missing. A rank without rows of a role waits so for all
-    that others do with it in a step, as for an update: it must be longer than that takes. A worker that starts again
-    waits as long for a run folder whose file system is read-only or away."""
+    """Seconds that a collective waits for the slowest rank, and in modes async and semi_sync the trainer for samples,
+    before the run stops and names the missing rank. Set it above the longest step of any role: idle ranks wait this
+    long, too. A restarting worker waits as long for a run folder that is read-only or away."""
 
     @property
     def trainer_validates(self) -> bool:
