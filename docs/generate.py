@@ -31,7 +31,7 @@ HEAD = """# The run file
 
 The DAG is the algorithm. A run file says what it runs on: models, data, steps, engines, and how ranks share the work.
 
-- **Use.** `distflow run DAG --run FILE` (torchrun: `--run-file FILE`). `--set roles.actor.learning_rate=1e-6` sets a value.
+- **Use.** `distflow run DAG --run FILE` (torchrun: `--run-file FILE`). `--set roles.actor.learning_rate=1e-6` sets one.
 - **Mistakes.** Unknown keys and wrong values are refused, with the line and the nearest right key.
 - **Paths** are looked up in the current folder, next to the run file, and among the shipped files.
 - **Examples** are in `dags/runs/`.
