@@ -76,7 +76,7 @@ def test_a_run_goes_on_with_hostile_environments_and_says_so(launch, workspace, 
     reasons = {"took longer than 4 s": 0, "its process ended with code 1": 1, "ValueError: no such letter": 2}
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     events = [event for event in events if not event["event"].startswith(("worker_", "checkpoint_"))]
-    usual = {"preflight", "all_dropped", "model_checked"}
+    usual = {"preflight", "all_dropped", "model_checked", "reward_failures"}
     assert {event["event"] for event in events} - usual == {"environment_failed"}
     events = [event for event in events if event["event"] == "environment_failed"]
     assert sum(event["count"] for event in events) == failed
