@@ -222,7 +222,8 @@ def test_the_recipe_of_the_example_in_processes_that_share_a_cache(server, monke
         assert scores.parts == [{"math": 1.0, "rubric": 1.0, **reported}, {"math": 0.0, "rubric": 1.0, **reported}]
         assert scores.rewards == [1.5, 0.5]
         padded, steps = ("rubric/padded", 0.0, 1.0), ("rubric/steps", 1.0, 1.0)
-        assert sorted(map(tuple, scores.metrics)) == [padded, padded, steps, steps]
+        found = ("reward/unanswered", 0.0, 1.0)  # `math` has read an answer in both
+        assert sorted(map(tuple, scores.metrics)) == [found, found, padded, padded, steps, steps]
         scorer.pool.close()
     assert len(server.requests) == 2
     assert {key for _, key, _ in server.requests} == {"Bearer secret"}
