@@ -224,7 +224,7 @@ def test_the_recipe_of_the_example_in_processes_that_share_a_cache(server, monke
         padded, steps = ("rubric/padded", 0.0, 1.0), ("rubric/steps", 1.0, 1.0)
         found = ("reward/unanswered", 0.0, 1.0)  # `math` has read an answer in both
         assert sorted(map(tuple, scores.metrics)) == [found, found, padded, padded, steps, steps]
-        scorer.pool.close()
+        scorer.pool.stop()
     assert len(server.requests) == 2
     assert {key for _, key, _ in server.requests} == {"Bearer secret"}
 
