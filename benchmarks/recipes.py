@@ -29,7 +29,7 @@ RUNS, RESULTS = ROOT / "runs/recipes", ROOT / "benchmarks/results/recipes.json"
 STAGES = {"sft": ("#6e7781", "SFT"), "grpo": ("#1f6feb", "GRPO"), "control": ("#d97706", "more SFT instead")}
 OTHER_ORDER = 1000
 """Added to the seed of the SFT that continues, so that it does not begin with the problems that it has seen."""
-GRPO_SETTINGS = {"chain_sum": (), "spell_backward": ("nodes.reward.with.reward=exact_answer:exact",),
+GRPO_SETTINGS = {"chain_sum": (), "spell_backward": ("nodes.reward.with.reward=exact_answer:letters",),
                  "calculator": ()}
 """Recipe → what its GRPO has beside its run file."""
 CONVERSING = {"calculator"}

@@ -107,7 +107,7 @@ def test_a_stage_of_a_study_begins_where_the_one_before_has_ended():
     study = Study("spell_backward", 3)
     words = " ".join(study.command("grpo"))
     assert "spell_backward-sft-3/model" in words
-    assert "nodes.reward.with.reward=exact_answer:exact" in words
+    assert "nodes.reward.with.reward=exact_answer:letters" in words
     assert "seed=1003" in " ".join(study.command("control"))
 
 
