@@ -25,7 +25,6 @@ from distflow.dock.slots import Ids, SlotTable, grown
 from distflow.errors import ColumnError, listing
 from distflow.rpc.shared_heap import SharedHeap
 
-Message = tuple[dict[str, Any], list[Any]]
 Columns = dict[str, Extents]
 _COMPACT_FROM = 256 << 10  # bytes of a batch that is worth copying when half of its rows are gone
 
@@ -403,10 +402,3 @@ class StorageShard:
         there = sorted(each for each, table in self.columns.items() if table.has(slot)[0])
         return (f"rows {missing[:SHOWN].tolist()} in shard {self.number} have no column `{name}` yet. "
                 f"{listing(there, 'They have')}")
-
-
-def _put_of(ids: Ids, columns: Columns, versions: Ids, batch: StoredBatch, memory: numpy.ndarray) -> Iterator[Message]:
-    """Yield the put of a batch's rows. `batch` is kept until then, and its memory with it."""
-    schema, parts = pack(ids, columns, memory)
-    yield {"op": "put", "ids": ids.tobytes(), "columns": schema, "turn": batch.turn,
-           "versions": versions.tobytes()}, parts

@@ -1,8 +1,9 @@
 """Checksums of weights as a policy: equal for equal values, however a library lays them out.
 
-A tensor's sum mixes the bits of each entry and adds these up, modulo 2^64. The order of entries, fused modules, padding
-by zeros and cuts over ranks do not change it, or add up: so the sums that a trainer publishes can be compared with the
-parameters that an engine of another library holds. One entry that differs by its last bit changes the sum.
+A tensor's sum mixes the bits of each entry to 32 bits and adds these up, modulo 2^64. The order of entries, fused
+modules and padding by zeros do not change it, and cuts over ranks add up. So the sums that a trainer publishes can be
+compared with the parameters that an engine of another library holds. Of two tensors that differ, about one pair in 2^32
+has the same sum.
 
 SGLang's processes import a copy of this file, which therefore needs nothing but torch.
 """
@@ -20,8 +21,7 @@ from torch import Tensor
 
 Sums = dict[str, int]
 """By a tensor's name, as signed integers of 64 bits."""
-_ENTRIES = {"cpu": 1 << 16}  # mixed at a time: what a core's cache holds
-_MOST = 1 << 24  # of other devices
+_IN_CACHE, _IN_KERNEL = 1 << 16, 1 << 24  # entries that are mixed at a time: on a CPU in a core's cache, on a GPU
 _FACTOR = 0x9E3779B1 - (1 << 32)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -33,7 +33,7 @@ def sums_of(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Sums:
     for name, tensor in named:
         kind = dtype if tensor.dtype.itemsize > dtype.itemsize else tensor.dtype
         total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-        for entries in tensor.detach().reshape(-1).split(_ENTRIES.get(tensor.device.type, _MOST)):
+        for entries in tensor.detach().reshape(-1).split(_IN_CACHE if tensor.device.type == "cpu" else _IN_KERNEL):
             bits = (entries.to(kind) + 0).view(_INTEGERS[kind.itemsize])  # + 0: a zero has no sign
             bits = bits if kind.itemsize >= 4 else bits.int()
             total += (bits + _FACTOR).mul_(bits).sum()  # a product of 32 bits, which wraps, in a sum of 64

@@ -10,7 +10,7 @@ import itertools
 import os
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -51,10 +51,13 @@ class ExternalRollout(Rollout):
     def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
               seed: int, end_tokens: list[int], shared: Iterable[nn.Parameter] = ()) -> Rollout:
         engine = cls(model, settings, mesh, seed, end_tokens)
-        first = {name: parameter.data.to(engine.dtype) for name, parameter in model.named_parameters()
-                 if parameter.requires_grad or not engine.constants}  # those that are frozen are there
-        engine.load(first.items(), version=0)
-        engine.prove(type(model).__name__, sums_of(first.items(), engine.dtype))
+
+        def first() -> Iterator[tuple[str, Tensor]]:  # one at a time: there may be no room for all in another dtype
+            yield from ((name, parameter.data.to(engine.dtype)) for name, parameter in model.named_parameters()
+                        if parameter.requires_grad or not engine.constants)  # those that are frozen are there
+
+        engine.load(first(), version=0)
+        engine.prove(type(model).__name__, sums_of(first(), engine.dtype))
         engine.proved = Rollout.proved
         return engine
 

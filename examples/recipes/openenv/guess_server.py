@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from problems import PROBLEMS  # noqa: E402 - needs the path above
 
 
-class Answer(Action):
+class Guess(Action):
     message: str
 
 
@@ -24,7 +24,7 @@ class Hint(Observation):
     text: str = ""
 
 
-class Sums(Environment[Answer, Hint, State]):
+class Sums(Environment[Guess, Hint, State]):
     """Asks the problem whose number is the seed. The reward is 1 at the first try, and a half at the second."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
@@ -33,7 +33,7 @@ class Sums(Environment[Answer, Hint, State]):
         self.tries, self.right = 0, int(PROBLEMS[seed or 0]["answer"])
         return Hint(text="You have two tries.")
 
-    def step(self, action: Answer, timeout_s: float | None = None, **more: Any) -> Hint:
+    def step(self, action: Guess, timeout_s: float | None = None, **more: Any) -> Hint:
         self.tries += 1
         said = action.message.strip().removesuffix(".")
         number = int(said) if said.removeprefix("-").isdecimal() else None
@@ -48,5 +48,5 @@ class Sums(Environment[Answer, Hint, State]):
 
 
 if __name__ == "__main__":
-    app = create_fastapi_app(Sums, Answer, Hint, max_concurrent_envs=256)
+    app = create_fastapi_app(Sums, Guess, Hint, max_concurrent_envs=256)
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
