@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
+import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +32,17 @@ HEAD = """# The run file
 <!-- Made by `make docs` from distflow/config/run.py: change it there. -->
 
 The DAG is the algorithm. A run file says what it runs on: models, data, steps, engines, and how ranks share the work.
+Most runs need ten of these keys: [settings that matter](first_settings.md).
 
 - **Use.** `distflow run DAG --run FILE` (torchrun: `--run-file FILE`). `--set roles.actor.learning_rate=1e-6` sets one.
 - **Mistakes.** Unknown keys and wrong values are refused, with the line and the nearest right key.
 - **Paths** are looked up in the current folder, next to the run file, and among the shipped files.
-- **Examples** are in `dags/runs/`.
+- **Examples** are in `dags/runs/`. Defaults stand in brackets.
 
 """
-_KINDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false"}
-_BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below",
-           "minLength": "length at least", "multipleOf": "a multiple of"}
+_KINDS = {"string": "text"}
+_BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<", "minLength": "length ≥",
+           "multipleOf": "a multiple of"}
 
 
 def page() -> str:
@@ -66,13 +69,15 @@ def _models(annotation: Any) -> list[type[Document]]:
 def _section(place: str, kind: type[Document]) -> Iterator[str]:
     yield f"## `{place}:`" if place else "## The file itself"
     yield f"\n{_text(inspect.getdoc(kind))}\n"
-    yield "| key | value | default | what it says |"
-    yield "|---|---|---|---|"
+    if not kind.model_fields:
+        return
+    yield "| key | value (default) | meaning |"
+    yield "|---|---|---|"
     schema, texts = kind.model_json_schema(), descriptions(kind)
     for name in kind.model_fields:
         value = schema["properties"][name]
         default = "required" if name in schema.get("required", ()) else _default(value)
-        cells = (f"`{name}`", _value(value), default, _text(texts.get(name, "")))
+        cells = (f"`{name}`", f"{_value(value)} ({default})" if default else _value(value), _text(texts.get(name, "")))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -85,22 +90,23 @@ def _value(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return " | ".join(f"`{each}`" for each in schema["enum"])
     if "$ref" in schema:
-        return "mapping, below"
+        return "below"
     if schema.get("type") == "array":
-        return f"list of: {_value(schema['items'])}"
+        return f"list of {_value(schema['items'])}"
     if schema.get("type") == "object":
-        return f"mapping of names to: {_value(schema['additionalProperties'])}"
+        return f"map of {_value(schema['additionalProperties'])}"
     bounds = [f"{words} {schema[key]:g}" if schema[key] < 2**53 else f"{words} 2^{schema[key].bit_length() - 1}"
               for key, words in _BOUNDS.items() if key in schema]
-    return ", ".join([_KINDS.get(schema.get("type", ""), "any"), *bounds])
+    kind = schema.get("type", "any")
+    return " ".join([_KINDS.get(kind, kind), ", ".join(bounds)]).strip()
 
 
 def _default(schema: dict[str, Any]) -> str:
+    """Return the default that a line shows: none where a key may be left out, or where its own table has defaults."""
     value = schema.get("default")
-    if value is None:
-        return "none"
-    nested = isinstance(value, dict) and value
-    return "as below" if nested else f"`{json.dumps(value, ensure_ascii=False)}`"
+    if value in (None, "", []) or isinstance(value, dict):
+        return ""
+    return f"`{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}`"
 
 
 def _text(text: str | None) -> str:
@@ -176,32 +182,35 @@ _MODELS = """# Models
 
 <!-- Made by `make docs` from benchmarks/results/families.json; `python -m benchmarks.families` measures it again. -->
 
-The model's own forward pass is the truth: transformers' eager attention in float32, one row alone. Each of the {all}
-families that transformers {transformers} registers as causal language models was built tiny, where that could be, with
-random weights, and compared with that. Of the {language} that are decoder-only language models {right} train and
-sample right, {plain} of these the plain way, and {refused} are refused; {wrong} end with an error of the library before
-the first step.
+{right} of the {language} decoder-only language models of transformers {transformers} train and sample right: look for
+your `model_type` below. A family that cannot is refused when it is planned, by the proofs of a run's start, or when
+its model is saved and read back; {wrong} end with an error of the library before the first step.
 
-- **way**: `own` is distflow's: prompts that are read once, slots of keys and values, and where all that attention is
-  given is known to it, distflow's attention and packed rows.
-  `plain` is the model's own code on whole rows: slower, and right. A model gets the first where its code shows that
-  nothing else happens in it. The family does not matter.
-- **trains**: log-probabilities of rows that are packed, padded and share prompts, their gradients, and the saved model
-  of a step, loaded by transformers. Differences are at most {bound:g} of the largest value. For gradients, and
-  the plain way, whose formula for one token may be another than that for many, they are at most {loose:g}.
-- **samples**: log-probabilities of sampled tokens (`rollout: hf`), before and after an update.
-- **adapters**: trained for a step, merged and saved.
-- **planned**: planning counts the parameters within {count:.0%}; `unknown`: it cannot, and the run continues.
+| way | why | families |
+|---|---|---|
+{ways}
 
-A model is refused when it is planned, before its weights are loaded, by the proofs of a run's start, which compare it
-with its own code, or where it is saved, when what was written is read back.
+- **`own`** is distflow's attention: packed rows, prompts that are read once, slots of keys and values. A model gets it
+  where its code shows that nothing else happens in it. Its name does not matter.
+- **`plain`** is the model's own code on whole rows: slower, and right.
 
-{table}
+All of these train, sample (`rollout: hf`), merge adapters and are counted by planning within {count:.0%}, except:
+
+| family | trains | samples | adapters | planned | why |
+|---|---|---|---|---|---|
+{exceptions}
+
+How it was measured: each family was built tiny with random weights and compared with its own eager attention in
+float32, one row alone: log-probabilities of packed and padded rows and of sampled tokens before and after an update,
+gradients, and the saved model of a step. Differences are at most {bound:g} of the largest value, and {loose:g} for
+gradients and the plain way.
 
 ## What is no decoder-only language model
 
-Encoders, halves of encoder-decoders and models of more than text are registered as causal language models, too.
+Transformers registers these as causal language models, too.
 
+| kind | result | families |
+|---|---|---|
 {others}
 """
 
@@ -211,14 +220,44 @@ def models_page() -> str:
     data = json.loads(FAMILIES.read_text())
     families: dict[str, dict[str, Any]] = data["families"]
     language = {name: each for name, each in families.items() if each["kind"] == "language model"}
-    right = [each for each in language.values() if verdict(each) == "right"]
-    refused = [each for each in language.values() if verdict(each) == "refused"]
+    verdicts = [verdict(each) for each in language.values()]
+    others = {name: each for name, each in families.items() if name not in language}
     return _MODELS.format(
-        all=len(families), language=len(language), right=len(right), refused=len(refused),
-        plain=sum(each["trained"]["way"] != "own" for each in right), wrong=len(language) - len(right) - len(refused),
-        transformers=data["transformers"], bound=BOUND, loose=LOOSE, count=_COUNT,
-        table=_family_table(language), others=_family_table({
-            name: each for name, each in families.items() if name not in language}, "what it is"))
+        right=verdicts.count("right"), language=len(language), transformers=data["transformers"], bound=BOUND,
+        loose=LOOSE, count=_COUNT, wrong=len(language) - verdicts.count("right") - verdicts.count("refused"),
+        ways=_grouped({name: each for name, each in language.items() if "way" in each["trained"]}, _way), exceptions=_exceptions(language),
+        others=_grouped(others, lambda each: (each["kind"], verdict(each))))
+
+
+def _grouped(families: dict[str, dict[str, Any]], cells: Callable[[dict[str, Any]], tuple[str, ...]]) -> str:
+    """Return a line for each group of families with the same cells."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, each in families.items():
+        groups.setdefault(cells(each), []).append(f"`{name}`")
+    return "\n".join(f"| {' | '.join(group)} | {', '.join(names)} |" for group, names in sorted(groups.items()))
+
+
+def _way(family: dict[str, Any]) -> tuple[str, str]:
+    """Return the way in which a family is computed, and why, without the names of its own classes."""
+    way = family["trained"]["way"]
+    if way == "own":
+        return way, ""
+    return "plain", re.sub(r" by `\w+`, which is no attention that can be replaced", " otherwise than by attention", way)
+
+
+def _exceptions(families: dict[str, dict[str, Any]]) -> str:
+    """Return a line for each family of which not all checks are right, with what was said."""
+    lines = []
+    for name, each in families.items():
+        late = judged(each, "proved") == "refused"  # by the proofs of a run's start
+        found = ["refused" if late and judged(each, check) in ("wrong", "fails") else
+                 judged(each, check).replace("right", "yes") for check in _CHECKS[:4]]
+        said = (each.get(check, {}).get(key, "").removeprefix(_ASKED).partition(". ")[0] for check in _CHECKS
+                for key in ("refused", "failed"))
+        if set(found) != {"yes"}:
+            why = textwrap.shorten("; ".join(dict.fromkeys(filter(None, said))), 160, placeholder=" …")
+            lines.append(f"| `{name}` | {' | '.join(found)} | {why.replace('|', '/')} |")
+    return "\n".join(lines)
 
 
 def verdict(family: dict[str, Any]) -> str:
@@ -244,22 +283,6 @@ def judged(family: dict[str, Any], check: str) -> str:
     wrong = any(value > (LOOSE if name == "gradients" else bound) for name, value in found.items()
                 if isinstance(value, float))
     return "wrong" if wrong or "lost" in found else "right"
-
-
-def _family_table(families: dict[str, dict[str, Any]], what: str = "") -> str:
-    head = ("family", *([what] if what else []), "way", "trains", "samples", "adapters", "planned", "note")
-    lines = [head, ["---"] * len(head)]
-    for name, each in families.items():
-        way = each.get("trained", {}).get("way", "–")
-        late = judged(each, "proved") == "refused"  # by the proofs of a run's start
-        found = ["–" if "built" in each else "refused" if late and judged(each, check) in ("wrong", "fails") else
-                 judged(each, check).replace("right", "yes") for check in _CHECKS[:4]]
-        said = (each.get(check, {}).get(key, "").removeprefix(_ASKED).partition(". ")[0] for check in _CHECKS
-                for key in ("refused", "failed"))
-        notes = dict.fromkeys(filter(None, (way if way not in ("own", "–") else "", each.get("built"), *said)))
-        lines.append([f"`{name}`", *([each["kind"]] if what else []), way if way in ("own", "–") else "plain", *found,
-                      _text("; ".join(notes))])
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 if __name__ == "__main__":
