@@ -225,7 +225,8 @@ def models_page() -> str:
     return _MODELS.format(
         right=verdicts.count("right"), language=len(language), transformers=data["transformers"], bound=BOUND,
         loose=LOOSE, count=_COUNT, wrong=len(language) - verdicts.count("right") - verdicts.count("refused"),
-        ways=_grouped({name: each for name, each in language.items() if "way" in each["trained"]}, _way), exceptions=_exceptions(language),
+        ways=_grouped({name: each for name, each in language.items() if "way" in each["trained"]}, _way),
+        exceptions=_exceptions(language),
         others=_grouped(others, lambda each: (each["kind"], verdict(each))))
 
 
@@ -242,7 +243,8 @@ def _way(family: dict[str, Any]) -> tuple[str, str]:
     way = family["trained"]["way"]
     if way == "own":
         return way, ""
-    return "plain", re.sub(r" by `\w+`, which is no attention that can be replaced", " otherwise than by attention", way)
+    reason = re.sub(r" by `\w+`, which is no attention that can be replaced", " otherwise than by attention", way)
+    return "plain", reason
 
 
 def _exceptions(families: dict[str, dict[str, Any]]) -> str:
