@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from distflow.config.command_line import span_of
 from distflow.config.robust import Robust
 from distflow.errors import DistflowError, InvalidInput
 from distflow.plan import INFERENCE, ROLLOUT, TRAINER, Plan
@@ -42,7 +43,7 @@ class ElasticAgent:
 
     def __init__(self, address: str, machines: str, plan_for: Callable[[int], Plan], robust: Robust,
                  commits: Sequence[str] = ()):
-        least, most = _span(machines)
+        least, most = span_of(machines)
         self.local, self.rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
         plan = plan_for(most * self.local)
         if not plan.groups:  # a run that has lost a machine must not find out then that it cannot go on
@@ -257,14 +258,6 @@ def _check_rollouts(plan: Plan, machines: str, local: int) -> None:
                 raise InvalidInput(f"--machines {machines}: ranks {first} to {first + width - 1} sample with one "
                                    f"model, and with {local} on each machine they are on several, of which one may go. "
                                    f"Have {width} divide both the ranks of a machine and those that train")
-
-
-def _span(machines: str) -> tuple[int, int]:
-    least, _, most = machines.partition(":")
-    if not (least.isdecimal() and (most or least).isdecimal() and 0 < int(least) <= int(most or least)):
-        raise InvalidInput(f"--machines {machines}: say how many there are, as  --machines 4  , or how many are enough "
-                           "and how many there may be, as  --machines 3:4")
-    return int(least), int(most or least)
 
 
 def join_store(address: str) -> Store:

@@ -1,4 +1,5 @@
-"""`distflow run --slurm`: the script by which sbatch would start a run, made from `deploy/slurm/train.sbatch`."""
+"""`distflow run --slurm`: the script by which sbatch would start a run, made from `deploy/slurm/train.sbatch`, or from
+`machines.sbatch` beside it where machines may come and go."""
 
 from __future__ import annotations
 
@@ -7,13 +8,13 @@ import re
 import shlex
 import sys
 
+from distflow.config.command_line import span_of
 from distflow.config.spec import Spec
 from distflow.errors import InvalidInput, nearest
 from distflow.launch import ROOT
 from distflow.plan import Plan
 
-_FILE = "deploy/slurm/train.sbatch"
-_TEMPLATE = next(path for path in (ROOT / "distflow" / _FILE, ROOT / _FILE) if path.is_file())
+_FOLDER = next(path for path in (ROOT / "distflow/deploy/slurm", ROOT / "deploy/slurm") if path.is_dir())
 """In the package when it is installed, else in the clone."""
 _HEAD = re.compile(r"(?:^#SBATCH .*\n)+", re.MULTILINE)
 _LINE = re.compile(r"^#SBATCH --([a-z-]+)=?(.*)$", re.MULTILINE)
@@ -35,19 +36,32 @@ _OPTION = re.compile(r"([a-z][a-z-]*)=(\S+)")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slurm", metavar="KEY=VALUE", nargs="*",
                         help="start nothing, and print the script by which sbatch would start it, with these options "
-                        "of sbatch, as  --slurm nodes=2 gpus-per-node=8 time=24:00:00 partition=gpu")
+                        "of sbatch, as  --slurm nodes=2 gpus-per-node=8 time=24:00:00 partition=gpu; instead of nodes, "
+                        "machines=3:4 store=etcd://HOST:2379/RUN  for machines that may come and go")
 
 
 class SlurmJob:
-    """Job of a run on several machines. `given`: options of sbatch as KEY=VALUE; others have the script's defaults."""
+    """Job of a run on several machines. `given`: options of sbatch as KEY=VALUE; others have the script's defaults.
+    With `machines` and `store` each machine is a task of an array, so that Slurm replaces a lost one alone."""
 
     def __init__(self, given: list[str]):
-        self.template = _TEMPLATE.read_text(encoding="utf-8")
         self.given = _options(given)
+        self.meeting = {key: self.given.pop(key) for key in ("machines", "store") if key in self.given}
+        if self.meeting:
+            self.given = {"array": f"1-{self._most()}", **self.given}
+        self.template = (_FOLDER / f"{'machines' if self.meeting else 'train'}.sbatch").read_text(encoding="utf-8")
         self.notes = [f"sbatch itself has no option --{key}. {_meant(key)}".rstrip()
                       for key in self.given if key not in _OPTIONS]
         self.sbatch = dict(_LINE.findall(self.template)) | self.given
-        self.machines, self.gpus = (_number(key, self.sbatch[key]) for key in ("nodes", "gpus-per-node"))
+        self.gpus = _number("gpus-per-node", self.sbatch["gpus-per-node"])
+        self.machines = self._most() if self.meeting else _number("nodes", self.sbatch["nodes"])
+
+    def _most(self) -> int:
+        """Return how many machines there may be at most."""
+        if len(self.meeting) < 2 or "nodes" in self.given:
+            raise InvalidInput("--slurm: machines that may come and go meet at an etcd, and each is a task with one "
+                               "node. Write both, and no nodes:  --slurm machines=3:4 store=etcd://HOST:2379/RUN")
+        return span_of(self.meeting["machines"])[1]
 
     def ranks(self, asked: int | None) -> int:
         if asked is None and not self.gpus:
@@ -64,6 +78,7 @@ class SlurmJob:
         settings = {"python": shlex.quote(sys.executable), "ranks": str(each), "output": shlex.quote(spec.run.output),
                     "arguments": f'({shlex.join(arguments)} "$@")'}
         settings |= {"name": shlex.quote(name)} if name else {}
+        settings |= {key: shlex.quote(value) for key, value in self.meeting.items()}
         sbatch = {**self.sbatch, "job-name": plan.name, **self.given}
         return _filled(self.template, sbatch, settings)
 

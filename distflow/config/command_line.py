@@ -1,4 +1,4 @@
-"""Writes commands for hints, in the form of the program that the user has called: one that works when it is pasted."""
+"""Commands: writes them for hints, in the form of the program that the user has called, and reads `--machines`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from distflow.errors import InvalidInput
 
 
 @dataclass(frozen=True)
@@ -38,3 +40,13 @@ def called_as(verb: str) -> Iterator[None]:
 def command(dag: str, run: str | None = None, cluster: str | None = None) -> str:
     """Return the command for these files."""
     return _called[-1].command(dag, run, cluster)
+
+
+def span_of(machines: str) -> tuple[int, int]:
+    """Return how many machines are enough, and how many there may be, as `--machines` says: `4`, or `3:4`. Raises
+    InvalidInput."""
+    least, _, most = machines.partition(":")
+    if not (least.isdecimal() and (most or least).isdecimal() and 0 < int(least) <= int(most or least)):
+        raise InvalidInput(f"--machines {machines}: say how many there are, as  --machines 4  , or how many are enough "
+                           "and how many there may be, as  --machines 3:4")
+    return int(least), int(most or least)

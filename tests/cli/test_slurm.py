@@ -82,12 +82,23 @@ def test_on_cpus_no_gpu_is_asked_for(printed):
     assert (settings(script)["ranks"], settings(script)["name"]) == ("2", "mine")
 
 
-@pytest.mark.parametrize("path", ["shipped", "printed"])
-def test_it_is_bash(printed, workspace, path):
-    script = SHIPPED.read_text() if path == "shipped" else printed("--set", "output=it's", "--slurm")
+COME_AND_GO = ("--set", "mode=async", "--set", "groups.rollout=2", "--slurm", "machines=2:3",
+               "store=etcd://head:2379/mine", "gpus-per-node=1")
+
+
+def test_machines_that_come_and_go_are_tasks_of_an_array(printed):
+    script = printed("--name", "mine", *COME_AND_GO)
+    assert {"array=1-3", "nodes=1", "gpus-per-node=1", "requeue"} <= {*head(script)}
+    assert {"machines=2:3", "store=etcd://head:2379/mine", "name=mine", "ranks=1"} <= {*script.splitlines()}
+
+
+@pytest.mark.parametrize("arguments", [(), ("--set", "output=it's", "--slurm"), COME_AND_GO],
+                         ids=["shipped", "printed", "machines"])
+def test_it_is_bash(printed, workspace, arguments):
+    script = printed(*arguments) if arguments else SHIPPED.read_text()
     done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert os.access(SHIPPED, os.X_OK)
+    assert all(os.access(path, os.X_OK) for path in SHIPPED.parent.iterdir())
 
 
 MISTAKES = {
@@ -100,6 +111,9 @@ MISTAKES = {
     "no rank": (["--slurm", "gpus-per-node=0"], "--ranks 4"),
     "unequal": (["--slurm", "nodes=2", "--ranks", "3"], "3 ranks on 2 machines: each starts equally many. Write  "
                 "--ranks 4"),
+    "machines without a store": (["--slurm", "machines=3:4"], "Write both, and no nodes"),
+    "machines that are nodes": (["--slurm", "machines=2", "store=etcd://h:1/a", "nodes=2"], "Write both, and no nodes"),
+    "fewer machines than enough": (["--slurm", "machines=4:3", "store=etcd://h:1/a"], "--machines 4:3: say how many"),
     "a mistake in the run": (["--set", "mode=asynk", "--slurm"], "async"),
 }
 

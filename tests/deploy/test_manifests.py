@@ -17,10 +17,12 @@ from torch.distributed.run import get_args_parser
 
 import distflow
 from distflow import launch
+from distflow.config.command_line import span_of
 from distflow.rpc.host import HOST
 from distflow.rpc.run_token import TOKEN
 
 JOBSET, CLAIM, POLICY = yaml.safe_load_all((ROOT / "deploy/kubernetes/train.yaml").read_text())
+MACHINES, ETCD, SERVICE, MACHINES_POLICY = yaml.safe_load_all((ROOT / "deploy/kubernetes/machines.yaml").read_text())
 JOB = JOBSET["spec"]["replicatedJobs"][0]["template"]
 POD = JOB["spec"]["template"]["spec"]
 CONTAINER = POD["containers"][0]
@@ -36,8 +38,8 @@ def program(name: str) -> str:
 
 @pytest.mark.parametrize("version", KUBERNETES)
 @pytest.mark.parametrize("manifest", [
-    CLAIM, POLICY, {**JOB, "apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "machine"}}],
-    ids=lambda manifest: manifest["kind"])
+    CLAIM, POLICY, {**JOB, "apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "machine"}}, MACHINES, ETCD,
+    SERVICE, MACHINES_POLICY], ids=lambda manifest: f"{manifest['kind']} {manifest['metadata']['name']}")
 def test_a_manifest_has_the_form_of_its_kind(manifest, version):
     schemas = pytest.importorskip("kubernetes_validate", reason="make schemas")
     schemas.validate(manifest, version, strict=True)
@@ -72,6 +74,25 @@ def test_the_pods_start_a_run_that_can_meet():
     mounted = {each["name"]: each["mountPath"] for each in CONTAINER["volumeMounts"]}
     assert mounted == {"shared": CONTAINER["workingDir"], "memory": "/dev/shm"}
     assert POD["volumes"][0]["persistentVolumeClaim"]["claimName"] == CLAIM["metadata"]["name"]
+
+
+def test_the_pods_of_machines_that_come_and_go_meet_at_the_etcd():
+    pod = MACHINES["spec"]["template"]
+    container, = pod["spec"]["containers"]
+    torchrun = get_args_parser().parse_args(container["args"])
+    options = launch.parser().parse_args(torchrun.training_script_args)
+    least, most = span_of(options.machines)
+    assert torchrun.standalone
+    assert least < most == MACHINES["spec"]["completions"] == MACHINES["spec"]["parallelism"]
+    assert options.store.startswith(f"etcd://{SERVICE['metadata']['name']}:{SERVICE['spec']['ports'][0]['port']}/")
+    assert SERVICE["spec"]["selector"] == ETCD["spec"]["selector"]["matchLabels"]
+    assert ETCD["spec"]["template"]["metadata"]["labels"] == SERVICE["spec"]["selector"]
+    labels = MACHINES_POLICY["spec"]["podSelector"]["matchExpressions"][0]["values"]
+    assert labels == [pod["metadata"]["labels"]["run"], SERVICE["spec"]["selector"]["run"]]
+    of_train = {each["name"]: each for each in CONTAINER["env"]}
+    assert [each == of_train[each["name"]] for each in container["env"]] == [True, True], "host and token"
+    assert {key: pod["spec"][key] for key in ("securityContext", "volumes")} == {
+        key: POD[key] for key in ("securityContext", "volumes")}
 
 
 def test_a_pod_has_more_time_than_its_run():

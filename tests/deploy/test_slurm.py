@@ -17,11 +17,14 @@ pytestmark = [pytest.mark.run, pytest.mark.skipif(bool(missing()), reason=missin
 LONG = ("--set", "steps=100000", "--set", "checkpoint.every=100000")
 
 
+NODES = ("one", "two", "three")
+
+
 @pytest.fixture(scope="module")
 def slurm():
     search = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
-        cluster = SlurmCluster(Path(folder), {**environment(), **search})
+        cluster = SlurmCluster(Path(folder), {**environment(), **search}, NODES)
         try:
             cluster.wait_until_idle()
             yield cluster
@@ -70,3 +73,32 @@ def test_a_job_that_is_printed_runs_to_its_end_in_groups_on_two_machines(slurm, 
     assert slurm.state(job) == "COMPLETED", log.read_text()
     assert len(metrics_of(workspace / "runs/printed")) == 4
     assert json.loads((workspace / "runs/printed/summary.json").read_text())["ranks"] == 2
+
+
+def test_a_node_that_is_lost_is_replaced_while_the_others_go_on(slurm, workspace, etcd):
+    """Each machine is a task of an array: Slurm queues that of the lost node again, and it joins when a node comes."""
+    arguments = ("--name", "apart", *LONG, "--set", "mode=async", "--set", "groups.rollout=2", "--set",
+                 "robust.machine_silence=10", "--slurm", "gpus-per-node=1", "time=20", "machines=2:3",
+                 f"store={etcd.address('apart')}")
+    line = [sys.executable, "-m", "distflow.cli", "run", "grpo.yaml", "--run", "tiny.yaml", *arguments]
+    done = subprocess.run(line, cwd=workspace, env=slurm.environment, capture_output=True, text=True, check=True)
+    (workspace / "job.sbatch").write_text(done.stdout)
+    job = slurm.submit("--export=ALL,DISTFLOW_TOKEN=of-this-test-alone,GLOO_SOCKET_IFNAME=lo", "job.sbatch",
+                       cwd=workspace)
+    run = workspace / "runs/apart"
+    logs = {task: workspace / f"grpo-{job}-{task}.log" for task in range(1, 4)}
+    slurm.until(lambda: steps(run) >= 2, logs[1])
+    sampling = next(task for task, log in logs.items() if "step 2/" not in log.read_text())
+    slurm.kill(slurm.ask("squeue", "-h", "-o", "%N", "-j", f"{job}_{sampling}"))
+    lost, = {*NODES} - slurm.daemons.keys()
+    slurm.until(lambda: slurm.state(f"{job}_{sampling}") == "PENDING", logs[sampling])
+    before = steps(run)
+    slurm.ask("scontrol", "update", f"JobId={job}_{sampling}", "StartTime=now+3")  # not two minutes later
+    slurm.start(lost)
+    slurm.until(lambda: "has taken its place" in (run / "events.jsonl").read_text(), logs[sampling])
+    slurm.until(lambda: steps(run) >= before + 2, logs[1])
+    failures = [line for line in map(json.loads, (run / "events.jsonl").read_text().splitlines())
+                if line["event"] == "failure"]
+    assert [each["group"] for each in failures if each["group"] in ("trainer", "the machines")] == []
+    assert sorted(metrics_of(run)) == list(range(1, len(metrics_of(run)) + 1)), "no step is lost or done twice"
+    slurm.ask("scancel", job)
