@@ -35,10 +35,10 @@ class Layout:
     """Assignment of rows to ranks, and how the ranks split a model between them.
 
     Data-parallel share `i` of `dp` is on `width` ranks, which split each layer's matrices `tp` ways (neighbours), each
-    row's tokens `cp` ways, and the layers `pp` ways; `ep` cuts experts across dp and cp. Ranks from `first` on have one
-    share after the other, or with the `order` STAGES_OUTERMOST the first stage of all shares, then the second.
-    `rows` of each share are in proportion (empty: alike); or, with `early`, as they come. `layers` of each
-    stage; empty: equally many.
+    row's tokens `cp` ways, and the layers `pp` ways; `ep` cuts experts across tp, cp and dp. Ranks from `first` on have
+    one share after the other, or with the `order` STAGES_OUTERMOST the first stage of all shares, then the second.
+    `rows` of each share are in proportion (empty: alike); or, with `early`, as they come. `layers` of each stage;
+    empty: equally many.
     """
 
     dp: int

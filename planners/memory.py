@@ -19,9 +19,10 @@ be scaled, and it lies once on a rank whose rollout shares it (transformers'); a
 `dtype: auto` is counted as the dtype in the model's config.json, and where `Spec.on_cpus` says so as float32.
 
 Tensor and pipeline parallelism divide weights, their states and the cache by their sizes (norms, which each rank has
-whole, are a few in ten thousand), context parallelism the tokens of activations, expert parallelism the experts.
-Megatron's distributed optimizer divides only Adam's state and the master weights by the data-parallel size, not
-gradients. Of recomputed layers only the inputs are kept, and of a large vocabulary FSDP makes
+whole, are a few in ten thousand), context parallelism the tokens of activations. Megatron divides experts by `ep` and
+not by tp. Its distributed optimizer divides only Adam's state and the master weights, and not gradients, by the number
+of ranks that have the same weights. A stage keeps activations of a micro-batch for itself and each later stage
+(Narayanan et al. 2021, §2.2). Of recomputed layers only the inputs are kept, and of a large vocabulary FSDP makes
 the logits of `LOGITS_AT_ONCE` / vocabulary tokens at a time (on a CPU fewer). They are counted of all
 tokens of a micro-batch, which is cut by tokens: rows of short prompts are nearly all answer. Offloaded states count for
 nothing. A role that swaps (MindSpeed RL §3.2) has either what it trains with or what it samples with.
@@ -385,23 +386,23 @@ def _activations(role: str, settings: RoleRun, shape: Shape, trained: bool, layo
     if settings.engine == "fsdp":
         logits = min(logits, max(LOGITS_AT_ONCE, outputs))
     plus = f" + {inputs:,} of inputs" if inputs else ""
-    each = bytes_per_logit(settings.engine, width, trained)
-    return MemoryItem(f"{role}: activations", tokens * (kept * per_layer + inputs) + each * logits,
-                  f"{tokens:,} tokens × ({kept} layer{'s' * (kept > 1)} × {per_layer:,}{plus}) B + {logits:,} logits × "
-                      f"{each} B")
+    each, stages = bytes_per_logit(settings.engine, width, trained), layout.pp if trained else 1
+    times = f"{stages} micro-batches × " if stages > 1 else ""
+    return MemoryItem(f"{role}: activations", stages * tokens * (kept * per_layer + inputs) + each * logits,
+                      f"{times}{tokens:,} tokens × ({kept} layer{'s' * (kept > 1)} × {per_layer:,}{plus}) B + "
+                      f"{logits:,} logits × {each} B")
 
 
 def _weights(spec: Spec, role: str, settings: RoleRun, shape: Shape, layout: Layout, width: int) -> list[MemoryItem]:
     trained = spec.dag.roles[role].trained
-    mine, cut = _of_a_rank(shape, layout), _by(tp=layout.tp, pp=layout.pp, ep=layout.ep)
+    mine, cut = -(-shape.parameters // layout.tp), _by(tp=layout.tp)
     shares = max(layout.dp * layout.cp // settings.replicas, 1)  # of too few ranks the layout says so
     follows = spec.dag.roles[role].follow is not None
     held = parameter_bytes(settings.engine, width, trained, follows)
     frozen = min(spec.frozen.get(role, 0), shape.parameters) if trained else 0
     name = "training state" if trained else "following weights" if follows else "weights"
     if settings.engine == "megatron":
-        formula = f"{shape.parameters:,}{cut} × ({held.whole} B + {held.divided} B{_by(dp=shares)})"
-        return [MemoryItem(f"{role}: {name}", int(mine * held.whole - (-mine * held.divided // shares)), formula)]
+        return [_of_a_stage(f"{role}: {name}", shape, layout, held)]
     n, small = shape.parameters, shape.parameters <= SMALL
     own, idle, at_once = mine * (n - frozen) // n, frozen if small else 0, gathered_at_once(shape)
     items = [] if settings.offload else [MemoryItem(f"{role}: {name}", int(-(-own * held.divided // shares)),
@@ -422,10 +423,19 @@ def _weights(spec: Spec, role: str, settings: RoleRun, shape: Shape, layout: Lay
     return items
 
 
-def _of_a_rank(shape: Shape, layout: Layout) -> int:
-    experts = -(-shape.expert_parameters // (layout.tp * layout.ep))
-    whole = -(-(shape.parameters - shape.expert_parameters) // layout.tp) + experts
-    return -(-whole * _largest_stage(shape, layout) // shape.layers)
+def _of_a_stage(name: str, shape: Shape, layout: Layout, held: ParameterBytes) -> MemoryItem:
+    """Return what Megatron keeps on a rank of the largest stage. Experts are whole, and as many ranks have the same of
+    them as the stage has for each cut."""
+    dense, ranks = shape.parameters - shape.expert_parameters, layout.dp * layout.cp * layout.tp
+    parts = [(count, axis, ways) for count, axis, ways in (
+        (dense, "tp", layout.tp), (shape.expert_parameters, "ep", layout.ep)) if count]
+    size = 0.0
+    for count, _, ways in parts:
+        mine = -(-count * _largest_stage(shape, layout) // (shape.layers * ways))
+        size += mine * held.whole - (-mine * held.divided // (ranks // ways))
+    formula = " + ".join(f"{count:,}{_by(**{axis: ways, 'pp': layout.pp})} × ({held.whole} B + {held.divided} B"
+                         f"{_by(dp=ranks // ways)})" for count, axis, ways in parts)
+    return MemoryItem(name, int(size), formula)
 
 
 def _largest_stage(shape: Shape, layout: Layout) -> int:

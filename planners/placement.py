@@ -197,10 +197,10 @@ def _check_node(spec: Spec, request: _LayoutRequest, leader: _LayoutRequest, ran
         what = (f"node `{request.node}` splits its model over {width} ranks ({_split_text(split)}), which do not "
                 f"divide {ranks}")
         return [Diagnostic(what, where, f"Start a multiple of {width} ranks, or split it otherwise.")]
-    if request.split and (ranks // width * request.split["cp"]) % request.split["ep"]:
-        what = (f"node `{request.node}` cuts the experts {request.split['ep']} ways (ep) over {ranks // width} shares "
-                f"× cp {request.split['cp']}, which {request.split['ep']} does not divide")
-        shape, over = spec.shape_of(request.role), ranks // width * request.split["cp"]
+    if request.split and (over := ranks // request.split["pp"]) % request.split["ep"]:
+        what = (f"node `{request.node}` cuts the experts {request.split['ep']} ways (ep) over the {over} ranks that "
+                f"have a layer, which {request.split['ep']} does not divide")
+        shape = spec.shape_of(request.role)
         fitting = [str(ep) for ep in range(1, over + 1) if not over % ep and not (shape.experts if shape else ep) % ep]
         return [Diagnostic(what, where, f"One of  ep: {', '.join(fitting)}")]
     return []

@@ -43,19 +43,16 @@ def _odd_stages(spec: Spec, node: str, shape: Shape, stages: int, layers: Sequen
 
 
 def _together(spec: Spec, node: str, role: str, asked: dict[str, int]) -> Iterator[Diagnostic]:
-    settings, seeing, shape = spec.run.roles.get(role), spec.run.data.images is not None, spec.shape_of(role)
+    settings, seeing = spec.run.roles.get(role), spec.run.data.images is not None
     if settings is None:
         return
-    mixed = settings.engine == "megatron" and shape is not None and shape.experts > 0
     cutting = {size: count for size, count in asked.items() if size in ("tp", "cp")}
     for key, wished, sizes, why in (
             ("lora", settings.lora, asked, "adapters are trained whole"),
             ("compile", settings.compile, {"tp"} & asked.keys(), "torch.compile and DTensors do not go together"),
             ("images", seeing, cutting, "the part of a model that sees is not split"),
-            ("experts", mixed, {"tp"} & asked.keys(), "Megatron's experts want sequence parallelism with tp, and "
-             "distflow starts it without; ep cuts them"),
-            ("routing_replay", settings.generation.routing_replay, {"cp"} & asked.keys(), "experts are replayed for "
-             "whole rows")):
+            ("routing_replay", settings.generation.routing_replay and settings.engine == "fsdp", {"cp"} & asked.keys(),
+             "fsdp replays experts for whole rows")):
         if wished and sizes:
             own = key in type(settings).model_fields
             where = spec.run_source.location(("roles", role, key) if own else ("layouts", node), key=own)

@@ -59,7 +59,6 @@ TRAINERS: dict[str, Engine] = {
         "offload": "its weights stay on the device", "recompute": "distflow starts it without",
         "compile": "its layers are its own", "follow": "distflow mixes the weights of fsdp's shards alone",
         "freeze": "its optimizer has all parameters in one buffer",
-        "routing_replay": "distflow does not hand choices to its routers",
         "other tokens": "distflow asks its head for the responses' own tokens alone"}),
 }
 ROLLOUTS: dict[str, Engine] = {

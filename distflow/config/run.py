@@ -119,7 +119,7 @@ class Generation(Document):
     (`truncated_importance`)."""
     routing_replay: bool = False
     """Train a mixture of experts with the experts that its rollout chose for each token (R3, Ma et al. 2025), so that
-    rounding does not change them. For `rollout: hf` with `engine: fsdp`."""
+    rounding does not change them. For `rollout: hf`."""
     cuda_graphs: bool = True
     """Capture a decoding step once and launch it as a whole, on a GPU. `rollout: hf` does so for dense models without
     windows or images, vLLM and SGLang for all."""
@@ -396,7 +396,7 @@ class Parallel(Document):
     cp: PositiveInt = 1
     """Ranks that split rows along their tokens."""
     ep: PositiveInt = 1
-    """Ranks that split the experts of a layer, among those of `dp` and `cp`."""
+    """Ranks that split the experts of a layer, among those of `tp`, `cp` and `dp`."""
     layers: list[PositiveInt] = []
     """Layers of each stage of `pp`, such as [10, 6] for unequal ranks; default: equal."""
     order: RankOrder = SHARES_OUTERMOST

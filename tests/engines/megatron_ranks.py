@@ -15,10 +15,12 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.plan import Layout
+from workers.engines import attention
 from workers.engines.devices import mesh_of
 from workers.engines.embedded import build_model
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.megatron.engine import MegatronEngine
+from workers.engines.routing import Routing
 
 SIZES = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32}
 
@@ -70,8 +72,9 @@ def share(batch: Batch, index: int, count: int) -> Batch:
 
 def train(engine: Any, batch: Batch, updates: int = 3) -> dict[str, Any]:
     """Log-probabilities before, the loss and norm of each update, and the weights after."""
-    before = engine.logprobs(batch["prompts"], batch["responses"], 0.7)
-    entropies = engine.entropies(batch["prompts"], batch["responses"], 0.7)
+    routed: Any = batch.columns.get("routed_experts")
+    before = engine.logprobs(batch["prompts"], batch["responses"], 0.7, routed_experts=routed)
+    entropies = engine.entropies(batch["prompts"], batch["responses"], 0.7, routed_experts=routed)
     losses, norms, entropy = [], [], 0.0
 
     def loss_of(logprobs: Tensor, entropies: Tensor, micro: Batch) -> Tensor:
@@ -102,19 +105,34 @@ def megatron(model: PreTrainedModel, ways: dict[str, Any], trained: bool = True,
     return MegatronEngine(model, settings(**given), mesh, 0, 10, trained, layout=layout)
 
 
-def with_megatron(ways: dict[str, int], architecture: str, tied: bool, layers: int = 2, dtype: str = "auto") -> dict:
+def with_choices(batch: Batch, model: PreTrainedModel) -> Batch:
+    """The rows with experts for each token but the last, by lot, of which some are left to the routers."""
+    routing, draw = Routing.of(model), torch.Generator().manual_seed(7)
+    lengths = batch["prompts"].lengths + (batch["responses"].lengths - 1).clamp(min=0)
+    shape = int(lengths.sum()), routing.layers, model.config.num_experts
+    chosen = torch.rand(shape, generator=draw).topk(routing.experts_per_token).indices.to(routing.dtype)
+    chosen[::5] = routing.unknown
+    return Batch(batch.ids, {**batch.columns, "routed_experts": Ragged(chosen, lengths)})
+
+
+def with_megatron(ways: dict[str, int], architecture: str, tied: bool, layers: int = 2, dtype: str = "auto",
+                  replays: bool = False) -> dict:
     """This rank's results, whether the weights came back as they went in, and which rows it had."""
     model = tiny(architecture, tied, layers=layers)
-    engine = megatron(model, ways, dtype=dtype)
+    batch = with_choices(rows(), model) if replays else rows()
+    engine = megatron(model, ways, dtype=dtype, generation={"routing_replay": replays})
     whole = model.state_dict()
     out = dict(engine.export())
     back = set(out) == set(dict(model.named_parameters())) and all(torch.equal(out[name], whole[name]) for name in out)
     index = engine.dp_group.rank()
-    result = train(engine, share(rows(), index, engine.dp_group.size()))
+    result = train(engine, share(batch, index, engine.dp_group.size()))
     return {**result, "back": back, "share": index}
 
 
-def with_fsdp(architecture: str, tied: bool, layers: int = 2) -> dict:
+def with_fsdp(architecture: str, tied: bool, layers: int = 2, replays: bool = False) -> dict:
     """All rows on one rank."""
-    engine = FSDPEngine(tiny(architecture, tied, layers=layers), settings(), init_device_mesh("cpu", (1,)), 0, 10, True)
-    return train(engine, rows())
+    model = tiny(architecture, tied, layers=layers)
+    if replays:
+        model.set_attn_implementation(attention.NAME)
+    batch, chosen = with_choices(rows(), model) if replays else rows(), settings(generation={"routing_replay": replays})
+    return train(FSDPEngine(model, chosen, init_device_mesh("cpu", (1,)), 0, 10, True), batch)

@@ -25,8 +25,8 @@ def count(ways: dict[str, Any]) -> int:
 
 
 @functools.cache
-def reference(architecture: str, tied: bool, layers: int = 2) -> dict[str, Any]:
-    return run_ranks(1, ranks.with_fsdp, architecture, tied, layers)[0]
+def reference(architecture: str, tied: bool, layers: int = 2, replays: bool = False) -> dict[str, Any]:
+    return run_ranks(1, ranks.with_fsdp, architecture, tied, layers, replays)[0]
 
 
 def agree(results: list[dict], expected: dict, weights: float = 1e-4) -> None:
@@ -75,9 +75,19 @@ def test_sequences_may_be_split_along_their_tokens(ways):
 
 
 @pytest.mark.parametrize("ways", [{}, {"dp": 2}, {"dp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"dp": 2, "pp": 2, "ep": 2},
-                                  {"dp": 4, "ep": 2}, {"dp": 2, "cp": 2, "ep": 4}], ids=str)
+                                  {"dp": 4, "ep": 2}, {"dp": 2, "cp": 2, "ep": 4}, {"tp": 2}, {"tp": 2, "ep": 2},
+                                  {"dp": 2, "tp": 2, "ep": 2}, {"dp": 2, "tp": 2, "ep": 4}, {"tp": 2, "pp": 2, "ep": 2},
+                                  {"tp": 2, "cp": 2, "ep": 2}], ids=str)
 def test_experts_may_be_split(ways):
     agree(run_ranks(count(ways), ranks.with_megatron, ways, "qwen3_moe", False), reference("qwen3_moe", False))
+
+
+@pytest.mark.parametrize("ways", [{"tp": 2, "ep": 2}, {"cp": 2}, {"pp": 2}], ids=str)
+def test_experts_are_replayed(ways):
+    """As FSDP replays them: what counts is that the choices are others than those of the routers."""
+    expected = reference("qwen3_moe", False, replays=True)
+    agree(run_ranks(2, ranks.with_megatron, ways, "qwen3_moe", False, 2, "auto", True), expected)
+    assert np.abs(expected["logprobs"] - reference("qwen3_moe", False)["logprobs"]).max() > 1e-2
 
 
 def by_buckets(ways: dict[str, int], architecture: str) -> dict[str, bool]:

@@ -33,8 +33,7 @@ def test_a_layout_that_does_not_divide_the_model(layout, said):
 
 @pytest.mark.parametrize(("layout", "said"), [
     (Layout(3, ep=3), "ep: 3 does not divide the model's 8 experts. ep may be 1"),
-    (Layout(1, ep=2), "ep: 2 does not divide the model's 1 ranks of dp × cp. ep may be 1"),
-    (Layout(2, tp=2, ep=2), "only together with sequence parallelism"),
+    (Layout(1, ep=2), "ep: 2 does not divide the model's 1 ranks of dp × cp × tp. ep may be 1"),
 ])
 def test_a_layout_that_does_not_divide_the_experts(layout, said):
     with pytest.raises(EngineError, match=said):
@@ -44,6 +43,7 @@ def test_a_layout_that_does_not_divide_the_experts(layout, said):
 def test_a_layout_that_fits_is_not_refused():
     check(Layout(2, pp=3, tp=4), LlamaConfig(**SIZES))
     check(Layout(2, cp=2, ep=4), Qwen3MoeConfig(**SIZES, num_experts=8))
+    check(Layout(2, tp=2, ep=4), Qwen3MoeConfig(**SIZES, num_experts=8))
 
 
 def test_a_family_that_is_not_known():

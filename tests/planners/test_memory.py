@@ -148,7 +148,10 @@ def test_experts_count_and_are_cut(plan_of: Callable, monkeypatch: pytest.Monkey
                                        layouts={"learn": split}))["actor: training state"]
                       for engine, split in (("fsdp", {"tp": 2}), ("megatron", {"ep": 2})))
     assert fsdp == (dense // 2 + shape.expert_parameters // 2) * 16 // 2
-    assert megatron == (dense + shape.expert_parameters // 2) * (8 + 8 // 4)
+    assert megatron == dense * (8 + 8 // 4) + shape.expert_parameters // 2 * (8 + 8 // 2)
+    both = items_of(plan_of(DIAMOND, ranks=4, roles={"actor": {"model": model, "engine": "megatron"}},
+                            layouts={"learn": {"tp": 2, "ep": 4}}))["actor: training state"]
+    assert both == dense // 2 * (8 + 8 // 2) + shape.expert_parameters // 4 * (8 + 8)
 
 
 def test_what_is_recomputed_or_made_in_pieces_is_not_kept(plan_of: Callable) -> None:

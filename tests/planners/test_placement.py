@@ -172,8 +172,8 @@ def test_stages_may_have_unequal_layers(plan_of: Callable, monkeypatch: pytest.M
      "Leave  tp  of `learn` out, or `lora`."),
     ({"learn": {"tp": 2}}, {"compile": True}, "role `actor` has `compile`, and node `learn` splits its model",
      "Leave  tp  of `learn` out, or `compile`."),
-    ({"learn": {"tp": 2}}, {"engine": "megatron", "model": {"architecture": "qwen3_moe", "kv_heads": 2}},
-     "role `actor` has `experts`, and node `learn` splits its model", "Leave  tp  of `learn` out."),
+    ({"learn": {"pp": 2, "ep": 4}}, {"engine": "megatron", "model": {"architecture": "qwen3_moe"}},
+     "cuts the experts 4 ways (ep) over the 2 ranks that have a layer", "One of  ep: 1, 2"),
     ({}, {"replicas": 3}, "role `actor` wants 3 replicas, which do not divide the 4 ranks",
      "One of  replicas: 1, 2, 4"),
 ])

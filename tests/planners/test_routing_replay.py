@@ -45,8 +45,7 @@ def test_the_experts_are_counted_where_they_lie_and_where_they_move():
     (["roles.actor.model={architecture: qwen3}"], "of a model which has no experts to choose"),
     (["roles.actor.rollout=vllm"], "vLLM 0.32 returns routed experts from its second model runner alone"),
     (["roles.actor.rollout=sglang"], "distflow does not read routed experts from its server"),
-    (["roles.actor.engine=megatron"], "distflow does not hand choices to its routers"),
-    (["layouts={update: {cp: 2}}"], "experts are replayed for whole rows")])
+    (["layouts={update: {cp: 2}}"], "fsdp replays experts for whole rows")])
 def test_what_cannot_replay_is_refused(settings, says):
     with pytest.raises(InvalidInput, match=says):
         planned(REPLAY, *settings)

@@ -31,7 +31,7 @@ from distflow.data.batch import Ragged
 from distflow.errors import EngineError
 from distflow.telemetry import events
 
-_NAMES = ("gate", "router")  # of the router in a layer's `mlp`, in transformers' models
+_NAMES = ("gate", "router")  # of the router in a layer's `mlp`, in transformers' and Megatron's models
 
 
 @dataclass(frozen=True)
@@ -71,18 +71,19 @@ class Routing:
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
     return [part for module in model.modules() if hasattr(module, "experts")
-            for name, part in module.named_children() if name in _NAMES and hasattr(part, "top_k")]
+            for name, part in module.named_children() if name in _NAMES and {"top_k", "topk"} & vars(part).keys()]
 
 
 class Routers:
-    """Routers of a model, in the order of its layers. `replayed` [tokens, layers, experts of a token]: what they choose
-    from now on, in backward passes that compute a layer again too; None: what they would."""
+    """Routers of `stage`, in the order of its layers, of which `first` come before it in the model. `replayed` [tokens,
+    layers, experts of a token]: what they choose from now on, in backward passes that compute a layer again too; None:
+    what they would."""
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, stage: nn.Module | None = None, first: int = 0):
         self.routing, self.replayed, self._recorded = Routing.of(model), None, []
         self.replayed: Tensor | None
         self.records = False
-        for layer, router in enumerate(routers_of(model)):
+        for layer, router in enumerate(routers_of(stage or model), first):
             router.forward = functools.partial(self._route, router.forward, layer)
 
     def _route(self, forward: Callable[..., Any], layer: int, *inputs: Any, **more: Any) -> Any:

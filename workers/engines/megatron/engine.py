@@ -19,7 +19,7 @@ from distflow.errors import EngineError
 from distflow.plan import Layout
 from distflow.telemetry import heartbeat
 from workers.engines.devices import is_half
-from workers.engines.routing import note_no_balance
+from workers.engines.routing import Routers, note_no_balance
 from workers.engines.trainer import LossOf, Trainer, is_placeholder
 from workers.engines.vocabulary import score_cut
 
@@ -58,6 +58,8 @@ class MegatronEngine(Trainer):
         self.dp_group, self.vocabulary = self.groups.dp, model.config.vocab_size
         half = is_half(settings, mesh.device_type)
         self.stage = self._build(model, torch.bfloat16 if half else torch.float32)
+        first = self.layout.stages(model.config.num_hidden_layers)[self.groups.pp.rank()].start
+        self.routers = Routers(model, self.stage, first) if settings.generation.routing_replay and trained else None
         self.model = distributed(self.stage, self.groups) if trained else self.stage.eval().requires_grad_(False)
         self.adam = Adam(self.model, settings, self.groups, self.layout) if trained else None
         self.stages = P2PCommunicator(pp_group=self.groups.pp, config=self.stage.config)
@@ -74,7 +76,8 @@ class MegatronEngine(Trainer):
         ranks = {axis: getattr(self.groups, axis).rank() for axis in ("pp", "tp", "ep")}
         with torch.no_grad():
             for name, tensor, split in stage_weights(placed, weights, self.layout, ranks):
-                mine[name].tensor_model_parallel = split  # Megatron says so only of weights that it draws itself
+                # Megatron says this only of weights that it draws itself, and of experts only with ep
+                vars(mine[name]).update(tensor_model_parallel=split != "", allreduce=split != "ep")
                 mine.pop(name).copy_(tensor)
         if mine:
             raise EngineError(f"no weights were found for {sorted(mine)[:4]}: is this all of a "
@@ -86,16 +89,18 @@ class MegatronEngine(Trainer):
 
     def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
                  routed_experts: Ragged | None = None) -> Ragged:
-        return responses.with_values(self._infer(prompts, responses, temperature, images)[0])
+        return responses.with_values(self._infer(prompts, responses, temperature, images, routed_experts)[0])
 
     def entropies(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
                   routed_experts: Ragged | None = None) -> Ragged:
-        return responses.with_values(self._infer(prompts, responses, temperature, images)[1])
+        return responses.with_values(self._infer(prompts, responses, temperature, images, routed_experts)[1])
 
-    def _infer(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None) -> Tensor:
+    def _infer(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None,
+               routed_experts: Ragged | None) -> Tensor:
         if images is not None:
             raise EngineError("the Megatron engine reads no images. Train this model with  engine: fsdp")
-        batch = Batch(torch.arange(len(prompts)), {"prompts": prompts, "responses": responses})
+        routed = {} if routed_experts is None else {"routed_experts": routed_experts}
+        batch = Batch(torch.arange(len(prompts)), {"prompts": prompts, "responses": responses, **routed})
         with torch.no_grad():
             found = self._passes(self._micro_batches(batch), temperature, None)
         return torch.cat(found, 1).cpu()[:, : len(responses.values)]
@@ -132,6 +137,10 @@ class MegatronEngine(Trainer):
         def forward(rows: Iterator[tuple[Batch, Packed]], model: nn.Module) -> tuple[Tensor, Any]:
             micro, packed = next(rows)
             heartbeat.current().tick()
+            if self.routers:
+                routed: Ragged | None = micro.columns.get("routed_experts")  # pyright: ignore[reportAssignmentType]
+                self.routers.replayed = None if routed is None else packed.lay_out(
+                    routed, self.routers.routing.unknown).to(self.device)
             hidden = model(packed.tokens, None, None, packed_seq_params=packed.sequences)
             return hidden, partial(self._finish, micro, packed, temperature, loss_of)
 

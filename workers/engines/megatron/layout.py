@@ -28,14 +28,10 @@ def check(layout: Layout, config: PretrainedConfig) -> None:
                                "units of the feed-forward layer": config.intermediate_size})
     if not layout.layers:
         _divides("pp", layout.pp, {"layers": config.num_hidden_layers})
-    if experts and layout.tp > 1:
-        raise EngineError(f"Megatron trains mixtures of experts with tp only together with sequence parallelism, "
-                          f"which its layers without TransformerEngine lack. Instead of tp: {layout.tp} take  "
-                          f"layouts: {{…: {{tp: 1, ep: {layout.tp}}}}}")
     if layout.ep > 1 and not experts:
         raise EngineError(f"ep: {layout.ep} splits experts, and this model ({config.model_type}) has none. Remove ep")
     if layout.ep > 1:
-        _divides("ep", layout.ep, {"experts": experts, "ranks of dp × cp": layout.dp * layout.cp})
+        _divides("ep", layout.ep, {"experts": experts, "ranks of dp × cp × tp": layout.dp * layout.cp * layout.tp})
 
 
 def _divides(axis: str, ways: int, counts: dict[str, int]) -> None:
@@ -51,7 +47,7 @@ def groups_of(mesh: DeviceMesh, layout: Layout) -> ProcessGroupCollection:
     """Create this rank's groups for Megatron. Collective over all ranks."""
     ranks, group = mesh.mesh.reshape([getattr(layout, name) for name in NAMES]), group_along
     dp, pp, cp, tp = range(4)
-    experts = ranks.permute(pp, tp, dp, cp).reshape(layout.pp, layout.tp, -1, layout.ep)  # [pp, tp, expert dp, ep]
+    experts = ranks.permute(pp, dp, cp, tp).reshape(layout.pp, 1, -1, layout.ep)  # [pp, tp of an expert, dp of it, ep]
     groups = ProcessGroupCollection(
         tp=group(ranks, tp), pp=group(ranks, pp), cp=group(ranks, cp), dp=group(ranks, dp), mp=group(ranks, pp, tp),
         dp_cp=group(ranks, dp, cp), tp_cp=group(ranks, cp, tp), tp_dp_cp=group(ranks, dp, cp, tp),

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -39,6 +45,26 @@ class Stage(GPTModel):
         """Return [V / tp, D], this rank's rows of the output weights, on the last stage."""
         tied = self.share_embeddings_and_output_weights and self.pre_process
         return self.embedding.word_embeddings.weight if tied else self.output_layer.weight
+
+
+class Experts(MoELayer):
+    """Experts of a layer whose tokens are whole on each tensor-parallel rank: routers choose for all of them, and
+    each rank sends its part of the tokens to the experts."""
+
+    def __init__(self, config: TransformerConfig, submodules: MoESubmodules, pg_collection: ProcessGroupCollection):
+        super().__init__(config, submodules, pg_collection=pg_collection)
+        self.attn_tp_group = pg_collection.expt_tp  # Megatron refuses to send tokens that other ranks send, too
+        self.count = 0
+
+    def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
+        self.count, ways = len(probs), self.tp_group.size()
+        places = torch.arange(-(-self.count // ways) * ways, device=probs.device).clamp(max=self.count - 1)
+        return super().preprocess(*(scatter_to_sequence_parallel_region(whole[places], self.tp_group)
+                                    for whole in (hidden_states, probs, routing_map)))
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        part = super().postprocess(output, shared_expert_output)
+        return gather_from_sequence_parallel_region(part, False, self.tp_group)[: self.count]
 
 
 def config_of(theirs: PretrainedConfig, layout: Layout, biased: bool, normed: bool, dtype: torch.dtype,
@@ -103,6 +129,11 @@ def build_stage(theirs: PretrainedConfig, config: TransformerConfig, groups: Pro
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm,
                                     normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = ModuleSpec(module=PackedAttention)
+    if config.num_moe_experts:
+        mixture = spec.submodules.mlp
+        # no ModuleSpec, as layers give process groups only to Megatron's own class
+        spec.submodules.mlp = SimpleNamespace(module=Experts, submodules=mixture.submodules,
+                                              params={"pg_collection": groups})
     ways = config.tensor_model_parallel_size
     layers = len(layout.stages(theirs.num_hidden_layers)[groups.pp.rank()])
     block = TransformerBlockSubmodules([spec] * layers, LayerNormImpl)

@@ -71,6 +71,17 @@ class Packed:
     targets: Tensor  # [n] that response token
     numbers: Tensor  # [n] its index among all N response tokens
     count: int  # number of all response tokens, N
+    starts: Tensor  # [B] index of each sequence's first token among all tokens, padded
+    local: Tensor  # [T] index, among this rank's tokens, of each of all tokens; -1: another rank has it
+
+    def lay_out(self, rows: Ragged, fill: int) -> Tensor:
+        """Return [T / cp, …] this rank's part of `rows`, values of the first tokens of each sequence; `fill` for the
+        other tokens."""
+        places, count = self.local[_places(self.starts, rows)], self.tokens.shape[1]
+        here = places >= 0
+        whole = rows.values.new_full((count, *rows.values.shape[1:]), fill)
+        whole[places[here]] = rows.values[here]
+        return whole
 
 
 def pack(prompts: Ragged, responses: Ragged, pad_token: int, cp: int, rank: int, device: torch.device) -> Packed:
@@ -95,7 +106,7 @@ def pack(prompts: Ragged, responses: Ragged, pad_token: int, cp: int, rank: int,
                           max_seqlen_kv=longest, pieces=_pieces(padded.tolist(), cp, rank),
                           order=_order(padded.tolist(), starts.tolist(), cp, device) if cp > 1 else None)
     return Packed(tokens[held][None].to(device), sequences, here[mine].to(device),
-                  responses.values[mine].to(device), mine.to(device), len(responses.values))
+                  responses.values[mine].to(device), mine.to(device), len(responses.values), starts, local)
 
 
 def _places(starts: Tensor, rows: Ragged) -> Tensor:

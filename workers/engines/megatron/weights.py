@@ -140,13 +140,13 @@ def _stack(experts: list[Tensor]) -> list[Tensor]:
 
 
 def stage_weights(placed: Sequence[WeightEntry], whole: Mapping[str, Tensor], layout: Layout, ranks: Mapping[str, int],
-                  ) -> Iterator[tuple[str, Tensor, bool]]:
-    """Return this rank's slices by Megatron's names, and whether tp splits them; `ranks`: its index in pp, tp, ep."""
+                  ) -> Iterator[tuple[str, Tensor, str]]:
+    """Return this rank's slices by Megatron's names, and what splits them; `ranks`: its index in pp, tp, ep."""
     for entry in placed:
         if entry.stage == ranks["pp"]:
             ways = getattr(layout, entry.split) if entry.split else 1
             slices = entry.sliced([whole[name] for name in entry.theirs], ranks.get(entry.split, 0), ways)
-            yield from ((name, tensor, entry.split == "tp") for name, tensor in zip(entry.ours, slices))
+            yield from ((name, tensor, entry.split) for name, tensor in zip(entry.ours, slices))
 
 
 def check_family(config: PretrainedConfig) -> None:
