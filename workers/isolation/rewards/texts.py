@@ -22,7 +22,7 @@ _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}|[0-9]+)"
 _VALUE = (rf"(?:[0-9]+\s+)?{_DIGITS}\s*/\s*[1-9][0-9]*|"
           rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,2}}(?![0-9]))?")
 _NUMBER = re.compile(rf"(?P<before>[^0-9]*?)(?P<sign>[-+]?)\s*[€£¥]?\s*(?P<value>{_VALUE})(?P<after>[^0-9]*)")
-_REPEATING = re.compile(r"(-?)([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{?\s*([0-9]+)\s*\}?\.?")
+_REPEATING = re.compile(r"(-?)([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{?\s*([0-9]+)\s*\}?(\s*\\?%)?\.?")
 _IN_TEXT = re.compile(rf"(?<![0-9.])[-+]?(?:{_VALUE})")
 _NAME = re.compile(r"\s*[^\W\d_]\s*[=≈:]\s*")
 _BEFORE = re.compile(r"[\w\s.,;:'’€£¥&-]*[=≈]?\s*")
@@ -107,10 +107,11 @@ class Number:
 
     def answers(self, wanted: Number, strict: bool) -> bool:
         """Return whether this is the wanted number; if `strict`, a division that is not carried out is no integer."""
-        if strict and self.divided and wanted.value.denominator == 1:
+        if strict and self.divided and self.value == wanted.value and wanted.value.denominator == 1:
             return False
-        if self.percent and not wanted.percent:
-            return wanted.value in (self.value, self.value / 100)
+        if self.percent != wanted.percent:
+            share, other = (self.value, wanted.value) if self.percent else (wanted.value, self.value)
+            return other in (share, share / 100)
         return self.value == wanted.value
 
 
@@ -146,10 +147,10 @@ def read_number(text: str) -> Number | None:
     if len(text) > _LONGEST:
         return None
     if repeating := _REPEATING.fullmatch(text.strip().strip("$")):
-        sign, whole, digits, again = repeating.groups()
+        sign, whole, digits, again, percent = repeating.groups()
         period = Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(digits))
         value = Fraction(f"{whole or 0}.{digits or 0}") + period
-        return Number(-value if sign else value)
+        return Number(-value if sign else value, percent=percent is not None)
     plain = _TAIL.sub("", _without_remarks(_without_markup(text)).strip().rstrip(".,;: "))
     found = _NUMBER.fullmatch(_NEGATIVE.sub("-", plain))
     if not found or not _leads(found["before"]) or not _follows(found["after"]):
@@ -350,8 +351,8 @@ def math(completion: str, answer: str, *, strict: bool = True) -> float:
     The final answer follows the thoughts (`</think>`). It is in the last `\\boxed{}` or behind the last `####` (GSM8K),
     whichever comes later, or in the last `<answer>`; without these, and if the reference has no `####` too, it is the
     whole text, or its last sentence. Where the reference is a
-    number, the answer must be one (see `number`), compared exactly: `50%` answers 50 and 0.5, `1/2` answers 0.5, but
-    `48/2` does not answer 24. Formulas, lists, sets, intervals, equations, matrices and words are compared by value, if
+    number, the answer must be one (see `number`), compared exactly: `50%` answers 50 and 0.5, and each of them answers
+    `50%`; `1/2` answers 0.5, but `48/2` does not answer 24. Formulas, lists, sets, intervals, equations, matrices and words are compared by value, if
     both are understood whole (see `answers`); else only the same text is right. Of a reference that is a list of texts,
     such as `["4", "four"]`, each is right. `answers.jsonl` and `references.jsonl` in `tests/workers/isolation/rewards`
     list verdicts.
