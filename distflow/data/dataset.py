@@ -401,6 +401,10 @@ def _remedy(name: str, record: Record, fields: RequiredFields) -> str:
     if name == taken["answer"] and (whole := next((each for each in listed if holds_answer(each) and
                                                    is_conversation(record.get(each))), "")):
         return f"{listing(listed, 'It has')}\nTo learn the messages:  --set data.question={whole}"
+    asked = record.get(fields.question)
+    role = asked[-1].get("role") if isinstance(asked, list) and asked and isinstance(asked[-1], dict) else None
+    if name == taken["answer"] and isinstance(role, str) and role not in ("user", "assistant"):
+        return f"Its messages end with the role {abbreviated(role)}. An answer has the role `assistant`."
     free = [each for each in listed if each not in taken.values()]
     meant = {key: next((each for pattern in _SYNONYMS[key] for each in free
                         if fnmatchcase(each.lower().rpartition(".")[2], pattern)), "FIELD")

@@ -23,8 +23,9 @@ Record = dict[str, Any]
 QUESTION, ANSWER = (str(Data.model_fields[name].default) for name in ("question", "answer"))
 _ABSENT = object()
 _JSON_MESSAGES = re.compile(r'\s*\[\s*\{\s*"(role|from|content|value)"\s*:')
-_SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
-             "system": "system", "tool": "tool", "observation": "tool"}
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
+          "observation": "tool"} | {role: role for role in ("user", "assistant", "system", "tool")}
+"""Roles of messages by the names that data sets have for them, in small letters. Another role stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,8 @@ def _is_number(value: Any) -> bool:
 
 
 def as_messages(value: Any) -> Any:
-    """Return a conversation as messages with `role` and `content`: those of ShareGPT (`from`, `value`), one message, or
-    JSON text of any. Whatever else it is stays as it is."""
+    """Return a conversation as messages with `role` and `content`, by the roles that templates know: also those of
+    ShareGPT (`from`, `value`), of `User` and `model`, one message, or JSON text of any. Whatever else it is stays."""
     if isinstance(value, str) and _JSON_MESSAGES.match(value):
         try:
             value = json.loads(value)
@@ -128,12 +129,23 @@ def as_messages(value: Any) -> Any:
     if isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value:
         value = [value]
     if isinstance(value, list) and value and all(map(_is_sharegpt, value)):
-        return [{"role": _SHAREGPT[turn["from"]], "content": turn["value"]} for turn in value]
+        return [{"role": _role(turn["from"]), "content": turn.get("value", turn.get("content"))} for turn in value]
+    if isinstance(value, list) and any(_role(turn) != turn for turn in map(_own_role, value)):
+        return [{**turn, "role": _role(turn["role"])} if _own_role(turn) else turn for turn in value]
     return value
 
 
+def _own_role(turn: Any) -> Any:
+    return turn.get("role") if isinstance(turn, dict) else None
+
+
+def _role(name: Any) -> Any:
+    return _ROLES.get(name.strip().lower(), name) if isinstance(name, str) else name
+
+
 def _is_sharegpt(turn: Any) -> bool:
-    return isinstance(turn, dict) and turn.get("from") in _SHAREGPT and "value" in turn and "role" not in turn
+    return isinstance(turn, dict) and _role(turn.get("from")) in _ROLES.values() and "role" not in turn and \
+        ("value" in turn) != ("content" in turn)
 
 
 def _has(record: Mapping[str, Any], form: Form) -> bool:

@@ -23,6 +23,11 @@ TURNS = [*ASKED, {"role": "assistant", "content": "2"}]
 SHAREGPT = [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "2"}]
 TESTS = ["assert f(1) == 2", "assert f(2) == 3"]
 
+
+def as_roles(asks: str, answers: str) -> list[dict[str, str]]:
+    return [{"role": asks, "content": "1 + 1?"}, {"role": answers, "content": "2"}]
+
+
 READ = {  # form → record, settings, question as messages, answer, columns
     "question and answer": ({"question": "1 + 1?", "answer": "2"}, {}, ASKED, "2", {}),
     "GSM8K": ({"question": "1 + 1?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"}, {}, ASKED,
@@ -72,6 +77,14 @@ READ = {  # form → record, settings, question as messages, answer, columns
                             {}),
     "OpenAI's messages": ({"messages": TURNS}, {}, ASKED, "2", {}),
     "ShareGPT": ({"conversations": SHAREGPT}, {}, ASKED, "2", {}),
+    "roles with capitals": ({"messages": as_roles("User", "Assistant")}, {}, ASKED, "2", {}),
+    "role model": ({"messages": as_roles("user", "model")}, {}, ASKED, "2", {}),
+    "roles human and gpt": ({"messages": as_roles("human", "gpt")}, {}, ASKED, "2", {}),
+    "role Human in a prompt": ({"prompt": as_roles("Human", "")[:1], "answer": "2"}, {}, ASKED, "2", {}),
+    "ShareGPT with capitals": ({"conversations": [{"from": "Human", "value": "1 + 1?"},
+                                                  {"from": "Model", "value": "2"}]}, {}, ASKED, "2", {}),
+    "ShareGPT with content": ({"conversations": [{"from": "human", "content": "1 + 1?"},
+                                                 {"from": "gpt", "content": "2"}]}, {}, ASKED, "2", {}),
     "messages as JSON text": ({"prompt": json.dumps(ASKED), "answer": "2"}, {}, ASKED, "2", {}),
     "one message": ({"question": ASKED[0], "answer": "2"}, {}, ASKED, "2", {}),
     "a question that begins as JSON does": ({"question": "[1, 2] reversed?", "answer": "[2, 1]"}, {},
@@ -88,6 +101,8 @@ REFUSED = {  # form → record, settings, what the message says
     "messages that Python has printed": ({"question": str(ASKED), "answer": "2"}, {},
                                          "must be JSON or a list: Python has written its messages as text"),
     "unknown speakers": ({"question": [{"from": "bard", "value": "1 + 1?"}], "answer": "2"}, {}, "list of messages"),
+    "an answer of an unknown role": ({"messages": as_roles("user", "assistent")}, {},
+                                     "end with the role 'assistent'. An answer has the role `assistant`."),
     "a mapping as question": ({"question": {"text": "1 + 1?"}, "answer": "2"}, {},
                               "To take what is in it:  --set data.question=question.text"),
     "a list as question": ({"question": ["1 + 1?"], "answer": "2"}, {}, "--set data.question=question.0"),
