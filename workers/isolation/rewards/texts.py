@@ -350,12 +350,11 @@ def math(completion: str, answer: str, *, strict: bool = True) -> float:
 
     The final answer follows the thoughts (`</think>`). It is in the last `\\boxed{}` or behind the last `####` (GSM8K),
     whichever comes later, or in the last `<answer>`; without these, and if the reference has no `####` too, it is the
-    whole text, or its last sentence. Where the reference is a
-    number, the answer must be one (see `number`), compared exactly: `50%` answers 50 and 0.5, and each of them answers
-    `50%`; `1/2` answers 0.5, but `48/2` does not answer 24. Formulas, lists, sets, intervals, equations, matrices and words are compared by value, if
-    both are understood whole (see `answers`); else only the same text is right. Of a reference that is a list of texts,
-    such as `["4", "four"]`, each is right. `answers.jsonl` and `references.jsonl` in `tests/workers/isolation/rewards`
-    list verdicts.
+    whole text, or its last sentence. Where the reference is a number, the answer must be one (see `number`), compared
+    exactly: `50%` answers 50 and 0.5, and each of them answers `50%`; `1/2` answers 0.5, but `48/2` does not answer 24.
+    Formulas, lists, sets, intervals, equations, matrices and words are compared by value, if both are understood whole
+    (see `answers`); else only the same text is right. Of a reference that is a list of texts, such as `["4", "four"]`,
+    each is right. `answers.jsonl` and `references.jsonl` in `tests/workers/isolation/rewards` list verdicts.
 
     `strict: false` also accepts an expression that equals the number, as `13-7` for 6, and a completion's last number.
     """
