@@ -230,6 +230,7 @@ class SourceServer:
 
 
 _POLL_INTERVAL, _OTHERS_POLL_INTERVAL = 0.02, 1.0  # seconds between two looks at who has come, of rank 0 and of others
+_MEETING_LIMIT = 300.0  # seconds within which all ranks must have come
 
 
 class Publisher:
@@ -240,11 +241,13 @@ class Publisher:
         host: the address at which pullers reach this process.
         transport: what pullers may choose from: `auto` offers all that this process can use.
         timeout: seconds for which a puller may delay a new version while it pulls the one before the last.
-        meeting: seconds within which all ranks must have come, or `WeightsLate` is raised.
+
+    Raises:
+        WeightsLate: not all ranks have come within 300 s.
     """
 
     def __init__(self, store: Store, token: bytes, *, rank: int, ranks: int, host: str = "127.0.0.1",
-                 transport: str = "auto", timeout: float = 5.0, meeting: float = 300.0):
+                 transport: str = "auto", timeout: float = 5.0):
         self.rank, self.ranks, self.timeout = rank, ranks, timeout
         self.buffers = SharedMemoryPool(memory_name("weights", token))
         available = transports(transport, self.buffers, host)
@@ -253,7 +256,7 @@ class Publisher:
                                    lambda serving: self.directory.update(serving=serving))
         self.directory = Directory(store, SourceEntry(who, self.source.address, rank, machine=machine_of(available)),
                                    ranks=ranks)
-        self.attempt = self._agree_on_attempt(meeting)
+        self.attempt = self._agree_on_attempt(_MEETING_LIMIT)
         self.host_copy = HostCopy()
         self.held: list[ChunkStore] = []
         """Served versions: the newest, and the one before it."""

@@ -18,8 +18,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-import numpy
-
 from distflow.rpc.errors import Refused
 from distflow.rpc.shared_memory import SharedMemoryPool, memory_name
 from distflow.store.interface import Store
@@ -50,15 +48,14 @@ often a holder may refuse our token: it may just have ended, and another run hav
 
 
 class ChunkPuller:
-    """Fills a chunk store. old: another version, complete, whose chunks need not be transferred. deadline: seconds
-    without a byte after which a source is left. until: when to give up (monotonic). stopped: give up at once."""
+    """Fills a chunk store of `puller`. old: another version, complete, whose chunks need not be transferred. until:
+    when to give up (monotonic)."""
 
-    def __init__(self, directory: Directory, head: PublishedVersion, chunks: ChunkStore, old: ChunkStore | None,
-                 allocate: Callable[[int], numpy.ndarray], connections: SourceConnections, deadline: float,
-                 until: float, stopped: threading.Event):
-        self.directory, self.head, self.chunks, self.connections = directory, head, chunks, connections
-        self.old, self.allocate = old, allocate
-        self.me, self.deadline, self.until, self.stopped = directory.mine.who, deadline, until, stopped
+    def __init__(self, puller: Puller, head: PublishedVersion, chunks: ChunkStore, old: ChunkStore | None,
+                 until: float):
+        self.directory, self.connections, self.allocate = puller.directory, puller.connections, puller.buffers.take
+        self.me, self.deadline, self.stopped = puller.who, puller.deadline, puller.stopped
+        self.head, self.chunks, self.old, self.until = head, chunks, old, until
         self.failed_sources: dict[str, int] = {}
         """By name, the heartbeat of sources that failed: they are not asked before the next one."""
         self.ended_sources: dict[str, int] = {}
@@ -396,8 +393,7 @@ class Puller:
         if old is not None and old.key == head.key:
             return old
         begun, chunks = timeline.now(), self._store(head)
-        fetch = ChunkPuller(self.directory, head, chunks, old and old.chunks, self.buffers.take, self.connections,
-                            self.deadline, until, self.stopped)
+        fetch = ChunkPuller(self, head, chunks, old and old.chunks, until)
         try:
             fetch.fetch_manifests(lambda number, packed: chunks.add(number, RankManifest.unpack(packed), packed))
             chunks.want_all()
