@@ -276,9 +276,9 @@ class Group:
         return range(self.first, self.last + 1)
 
 
-def whole(layouts: list[Layout], ranks: int) -> Layout:
-    """Return the layout of all `ranks` whose model is split as in the first of `layouts`; unsplit if there is none."""
-    single = replace(layouts[0], dp=1, first=0, rows=(), early=False) if layouts else Layout(1)
+def whole(layouts: list[Layout], ranks: int, first: int = 0) -> Layout:
+    """Return the layout of `ranks` whose model is split as in the first of `layouts`; unsplit if there is none."""
+    single = replace(layouts[0], dp=1, first=first, rows=(), early=False) if layouts else Layout(1, first)
     return replace(single, dp=ranks // single.width)
 
 
@@ -286,6 +286,32 @@ def proportion(rows: Sequence[int]) -> tuple[int, ...]:
     """Return `Layout.rows` for shares with these row counts, reduced to lowest terms; empty if all are equal."""
     alike = len(set(rows)) < 2
     return () if alike else tuple(count // math.gcd(*rows) for count in rows)
+
+
+def meetings(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Return the ranks that move the inputs of each node: those that have them, and its own."""
+    layouts = {SOURCE: plan.source} | {task.node: task.layout for task in plan.tasks}
+    meet = {task.node: [task.layout, *(layouts[move.producer] for move in task.transfers if move.kind != "local")]
+            for task in plan.tasks}
+    return {node: tuple(sorted({rank for layout in parts for rank in layout.active_ranks}))
+            for node, parts in meet.items()}
+
+
+def passed_on(plan: Plan) -> dict[str, list[Task]]:
+    """Return the tasks whose inputs move as soon as an earlier one has written, by the node of that: the last whose
+    columns move, or that drops rows. Of others the inputs move when their turn has come.
+
+    These are the tasks behind one that only some of the ranks run that move their inputs: the others would wait for it.
+    """
+    found: dict[str, list[Task]] = {}
+    chain, meet = plan.tasks, meetings(plan)
+    for index, task in enumerate(chain):
+        read = {move.producer for move in task.transfers if move.kind != "local"}
+        last = max((number for number, other in enumerate(chain[:index]) if other.node in read or KEEP in other.writes),
+                   default=-1)
+        if any(not {*other.layout.active_ranks}.issuperset(meet[task.node]) for other in chain[last + 1 : index]):
+            found.setdefault(chain[last].node if last >= 0 else SOURCE, []).append(task)
+    return found
 
 
 class RowLineage:

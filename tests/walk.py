@@ -157,8 +157,8 @@ def walk(plan: Plan, batch: int, steps: int = 2, machines: str = "") -> tuple[li
     if machines:
         os.environ["DISTFLOW_MACHINE"] = machines[dist.get_rank()].strip("-")
     counted, walker, metrics, moves = [], Walk(plan, batch), [], []
-    move = walker.buffer.redistributor.move
-    walker.buffer.redistributor.move = lambda *arguments: counted.append(1) or move(*arguments)
+    for each in walker.buffer.redistributors.values():
+        each.move = lambda *arguments, move=each.move: counted.append(1) or move(*arguments)
     for _ in range(steps):
         walker.run_step()
         moves.append(len(counted) - sum(moves))

@@ -23,7 +23,7 @@ from distflow.contracts.forms import ENGINE_TYPES
 from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_text
 from distflow.data.exchange import gather, peer_errors
 from distflow.errors import ColumnError, RankMissing, shown
-from distflow.plan import KEEP, Plan, Task
+from distflow.plan import KEEP, Plan, Task, passed_on
 from distflow.plan_file import NodeTiming
 from distflow.recovery.rank_status import RankStatus
 from distflow.recovery.rollout_cache import RolloutCache
@@ -93,7 +93,7 @@ class TrainExecutor(Executor):
                  rank: int, status: RankStatus, seed: int):
         super().__init__(plan.chain(rank), functions, roles, rank)
         self.status, self.seed, self.step = status, seed, 0
-        self.sampled = SampledRows(None, None)
+        self.sampled, self.passes_on = SampledRows(None, None), passed_on(plan)
         self.before_update: Callable[[], None] = lambda: None
         self.early = {task.node for task in plan.early.tasks} if plan.early else set()
         self.cuda_devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -111,6 +111,8 @@ class TrainExecutor(Executor):
         written = self._measured(task, inputs)
         if KEEP in task.writes:
             self.status.set(f"waiting to drop rows after node `{task.node}`", node=task.node)
+        elif task.node in self.passes_on:
+            self.status.set(f"waiting to pass on the rows of node `{task.node}`", node=task.node)
         return written
 
     def _run_early(self, task: Task, inputs: Batch) -> Written:

@@ -359,6 +359,13 @@ class ShardAssignment(NamedTuple):
         times = lineage.times(fan[len(unit) :])
         return lambda ids: self.of_finer(ids, times)
 
+    def to_bytes(self) -> bytes:
+        return np.stack([self.units, self.shares]).tobytes()
+
+    @classmethod
+    def of_bytes(cls, raw: bytes) -> ShardAssignment:
+        return cls(*np.frombuffer(raw, np.int64).reshape(2, -1))
+
     def joined(self, later: ShardAssignment) -> ShardAssignment:
         return ShardAssignment(np.concatenate([self.units, later.units]), np.concatenate([self.shares, later.shares]))
 

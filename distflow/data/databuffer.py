@@ -5,10 +5,11 @@ their own. A task in its producer's layout gets the columns by reference. Otherw
 directly to the rank that needs it.
 
     start      begin a step with rows of the dataset; `draw_again` adds further rows (resampling)
-    put        keep what a task wrote, and drop rows where it wrote `keep`
+    put        keep what a task wrote, drop rows where it wrote `keep`, and move what later tasks on other ranks read
     take       return the columns that a task reads, redistributed to its layout
 
-Whether a collective runs depends on the plan and on what ran before in the step, never on the rows of a rank.
+Whether a collective runs depends on the plan and on what ran before in the step, never on the rows of a rank. Ranks
+that neither have nor get rows of it take no part.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from distflow.data.missing_rows import missing_rows
 from distflow.data.redistribute import Redistributor
 from distflow.data.row_filter import KeptRows, concat_non_empty
 from distflow.errors import ColumnError, RankMissing
-from distflow.plan import KEEP, ROW, SOURCE, Layout, Lineage, Plan, RowLineage, Task, Transfer
+from distflow.plan import KEEP, ROW, SOURCE, Layout, Lineage, Plan, RowLineage, Task, Transfer, meetings, passed_on
 from distflow.telemetry import timeline
 from distflow.telemetry.metrics import Metrics
 
@@ -40,17 +41,25 @@ _Draw = tuple[StepColumns, dict[Layout, ShardAssignment], KeptRows]
 class Databuffer:
     """One rank's view of its group's databuffer.
 
-    A rank outside a layout takes part in its transfers and holds zero rows of it; of ranks that share one model, the
-    first puts rows for all. Rows stand in the order of their ids. A wait for another rank ends after `limit` seconds.
+    A rank outside a layout holds zero rows of it; of ranks that share one model, the first puts rows for all. Rows
+    stand in the order of their ids. A wait for another rank ends after `limit` seconds.
     """
 
     def __init__(self, plan: Plan, rank: int, metrics: Metrics, limit: float = 600.0):
         self.rank, self.metrics = rank, metrics
         self.lineage = RowLineage(plan.tasks, plan.source)
-        self.redistributor = Redistributor(rank, metrics, limit)
         self.source_layout = plan.source
+        self.meetings, self.passed_on = meetings(plan), passed_on(plan)
+        self.redistributor = Redistributor(rank, metrics, limit)
+        self.redistributors = {tuple(range(plan.ranks)): self.redistributor}
+        for ranks in self.meetings.values():
+            if ranks not in self.redistributors:
+                self.redistributors[ranks] = Redistributor(rank, metrics, limit, ranks)
         self.step_columns: StepColumns = {}
         self.assignments: dict[Layout, ShardAssignment] = {}
+        """Those that this rank knows."""
+        self.informed: dict[Layout, set[int]] = {}
+        """The ranks that know a layout's assignment; the same on every rank."""
         self.moved: set[tuple[str, str, Layout]] = set()
         """(producer, column, layout) redistributed in this draw; the same on every rank."""
         self.drawn: range | None = None
@@ -63,7 +72,8 @@ class Databuffer:
     def start(self, batch: Batch, drawn: range | None = None) -> None:
         """Begin a step with this rank's rows of the dataset. `drawn`: the rows of all shares, named by timeouts."""
         self.draws, self.earlier, self.kept = 0, None, _ALL
-        self.redistributor.moved = 0
+        for redistributor in self.redistributors.values():
+            redistributor.moved = 0
         self._begin(batch, drawn)
 
     def draw_again(self, batch: Batch, drawn: range | None = None) -> None:
@@ -73,9 +83,10 @@ class Databuffer:
     def _begin(self, batch: Batch, drawn: range | None) -> None:
         self.drawn = drawn
         self.step_columns = {(SOURCE, self.source_layout): batch}
-        self.assignments = {}
+        self.assignments, self.informed = {}, {}
         self.moved = set()
         self.draws += 1
+        self._pass_on(SOURCE)
 
     def put(self, task: Task, columns: dict[str, ColumnData], ids: Tensor) -> None:
         """Keep the columns that a task wrote for the rows `ids` [B], ascending. Where it wrote `keep`, rows leave the
@@ -89,6 +100,13 @@ class Databuffer:
             self.step_columns[task.node, task.layout] = Batch(ids, columns)
         for task in (task for task, *_ in arrived if KEEP in task.writes):
             self._drop(task)
+        for task, *_ in arrived:
+            self._pass_on(task.node)
+
+    def _pass_on(self, node: str) -> None:
+        for task in self.passed_on.get(node, ()):
+            for transfer in (transfer for transfer in task.transfers if transfer.kind != "local"):
+                self._fetch(transfer, task)
 
     def try_finish_draw(self, task: Task, prompts: int) -> bool:
         """Finish the draws of `task` if there are `prompts` prompts or it may not draw again; False if it must draw
@@ -108,7 +126,8 @@ class Databuffer:
             ~self.kept.is_kept(self.lineage, ids, fan)
 
     def take(self, task: Task) -> Batch:
-        """Return the columns that a task reads, in its layout and repeated to its rows. Every rank must call it.
+        """Return the columns that a task reads, in its layout and repeated to its rows. Every rank must call it; one
+        that has no part in it does not wait.
         Raises `ColumnError` if a producer has not written all of it, `RankMissing` if a rank ended or timed out."""
         parts = [self._fetch(transfer, task) for transfer in task.transfers]
         lineage = [self.lineage.of(transfer.producer) for transfer in task.transfers]
@@ -175,7 +194,6 @@ class Databuffer:
             new = [name for name in transfer.columns if (transfer.producer, name, layout) not in self.moved]
             if new:
                 self._redistribute(transfer.producer, new, task)
-                self.moved.update((transfer.producer, name, layout) for name in new)
         return self._columns_held(transfer.producer, layout, transfer.columns)
 
     def _columns_held(self, producer: str, layout: Layout, names: Iterable[str]) -> Batch:
@@ -187,17 +205,29 @@ class Databuffer:
         return batch.only(name for name in names if name in batch.columns)
 
     def _redistribute(self, producer: str, names: list[str], task: Task) -> None:
-        layout, origin = task.layout, self._origin(producer)
+        layout, origin, ranks = task.layout, self._origin(producer), self.meetings[task.node]
+        self.moved.update((producer, name, layout) for name in names)
+        informed = self.informed.get(layout)
+        self.informed[layout] = {*(informed or ()), *ranks}
+        if self.rank not in ranks:
+            self.step_columns.setdefault((producer, layout), _NOTHING)
+            return
+        payload = b""
+        if informed is None:
+            payload = self._count_rows(layout)
+        elif not informed.issuperset(ranks) and self.rank == layout.active_ranks[0]:
+            payload = self.assignments[layout].to_bytes()
         held = self._columns_held(producer, origin, names) if origin.leads(self.rank) else _NOTHING
-        name, before = f"{producer} → {task.node}", self.redistributor.moved
+        name, redistributor = f"{producer} → {task.node}", self.redistributors[ranks]
+        before = redistributor.moved
         try:
             with timeline.current().span(timeline.TRANSFERS, name, columns=names) as facts:
-                moved = self.redistributor.move(
-                    held, layout,
-                    b"" if layout in self.assignments else self._count_rows(layout),
-                    lambda counts: self._assign(layout, counts).destinations(self.lineage, producer, layout),
-                    f"{producer}/{task.node}")
-                facts["bytes"] = self.redistributor.moved - before
+                moved = redistributor.move(
+                    held, layout, payload,
+                    lambda told: self._assign(layout, told, informed is None, redistributor).destinations(
+                        self.lineage, producer, layout), f"{producer}/{task.node}")
+                facts["bytes"] = redistributor.moved - before
+            self.metrics.maximum("data/bytes_of_busiest_rank", sum(each.moved for each in self.redistributors.values()))
         except RankMissing as error:
             rows = missing_rows(self.lineage, producer, origin, self.assignments.get(origin), self.drawn, self.rank,
                                 error.ranks, origin)
@@ -215,12 +245,16 @@ class Databuffer:
                 counts.add(producer, batch, share, origin=held_in == self._origin(producer))
         return counts.to_bytes()
 
-    def _assign(self, layout: Layout, counts: list[bytes]) -> ShardAssignment:
-        if layout not in self.assignments:
+    def _assign(self, layout: Layout, told: list[bytes], first: bool, redistributor: Redistributor) -> ShardAssignment:
+        """Return a layout's assignment, from what the ranks of a move have `told`: their counts at the `first` one to
+        it, and later the assignment, by its first rank, if any of them does not know it."""
+        if first:
             self.assignments[layout], uneven = RowCounts(self.lineage, layout).assign(
-                counts, self.redistributor.host_group.machines, layout.rows)
+                told, redistributor.host_group.machines, layout.rows)
             if uneven is not None:
                 self.metrics.mean("data/imbalance", uneven)
+        elif layout not in self.assignments:
+            self.assignments[layout] = ShardAssignment.of_bytes(told[layout.active_ranks[0]])
         return self.assignments[layout]
 
     def _align(self, part: Batch, fan: Lineage, task: Task, ids: Tensor, transfer: Transfer) -> Batch:

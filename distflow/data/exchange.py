@@ -30,12 +30,12 @@ _COLLECTIVE, _LATE, _ENDED = ("gloo", "nccl", "c10d", "store"), ("timed out", "t
 """Phrases in the message of a collective that failed because of another rank; its type is RuntimeError at best."""
 
 
-def exchange(outgoing: Tensor, sizes: list[int], arriving: list[int]) -> Tensor:
-    """Send the next `sizes[i]` bytes of `outgoing` ([bytes] uint8) to rank `i`; return what ranks sent here,
-    `arriving[i]` bytes from rank `i`. One collective. Raises `RankMissing`, as all here."""
+def exchange(outgoing: Tensor, sizes: list[int], arriving: list[int], group: dist.ProcessGroup | None = None) -> Tensor:
+    """Send the next `sizes[i]` bytes of `outgoing` ([bytes] uint8) to rank `i` of the group; return what ranks sent
+    here, `arriving[i]` bytes from rank `i`. One collective. Raises `RankMissing`, as all here."""
     received = torch.empty(sum(arriving), dtype=torch.uint8)
     with peer_errors():
-        dist.all_to_all_single(received, outgoing, arriving, sizes)
+        (group or default_group()).alltoall_base(received, outgoing, arriving, sizes).wait()
     return received
 
 
@@ -80,9 +80,9 @@ def _gathered(payload: bytes, size: int, group: dist.ProcessGroup) -> list[bytes
     return [part.numpy().tobytes() for part in everyone]
 
 
-def barrier() -> None:
+def barrier(group: dist.ProcessGroup | None = None) -> None:
     with peer_errors():
-        dist.all_reduce(torch.zeros(1))
+        (group or default_group()).allreduce([torch.zeros(1)]).wait()
 
 
 @contextlib.contextmanager

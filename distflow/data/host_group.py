@@ -1,4 +1,4 @@
-"""Exchanges short messages between all ranks of a group; without the network where ranks share a machine.
+"""Exchanges short messages between ranks, all or some; without the network where ranks share a machine.
 
 Collectives of gloo pass a message round a ring, and each hop wakes a process: milliseconds on a busy machine. Here:
 
@@ -22,6 +22,8 @@ import struct
 import sys
 import time
 import weakref
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +48,8 @@ _MESSAGE = struct.Struct("<IIQ")
 """Rank, round and the message's size; short enough for a pipe to take whole."""
 _EXTRA_SECONDS = 10.0
 """Seconds longer that a rank waits for its leader, who waits for other machines and can name the ranks it misses."""
-_group_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""Number of process groups of leaders that were made within a group."""
+_group_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+"""Number of process groups that were made of the same ranks within a group."""
 
 
 @dataclass(frozen=True)
@@ -61,42 +63,48 @@ class HostPeer:
 
 
 class HostGroup:
-    """One rank's access to all others; every rank creates one and makes the same calls in the same order.
+    """One rank's access to others: all, or `ranks`. Each creates one and makes the same calls in the same order.
 
-    machines: by rank, the first rank of its machine; local_ranks: those of this machine. secret: for the names of what
-    ranks share. Any call raises `RankMissing` if a rank died, or did not come within `limit` seconds.
+    machines: by rank of all, the first rank of its machine, of ranks outside their own; local_ranks: those of this
+    machine. secret: for the names of what ranks share. `group` has them as a group of torch's. Any call raises
+    `RankMissing` if a rank died, or did not come within `limit` seconds.
     """
 
-    def __init__(self, rank: int, limit: float):
+    def __init__(self, rank: int, limit: float, ranks: Sequence[int] | None = None):
         self.rank, self.limit, self.round = rank, limit, 0
+        self.machines = [*range(default_group().size())]
+        self.ranks = [*(ranks or self.machines)]
+        self.group = self._group_of(self.ranks) if len(self.ranks) < len(self.machines) else default_group()
         self.received: dict[tuple[int, int], int] = {}
         """(rank, round): the size of a message that a peer has left."""
         self.descriptors = _Descriptors()
-        self.secret = b"".join(gather_values(secrets.token_bytes(16)))
+        self.secret = b"".join(gather_values(secrets.token_bytes(16), self.group))
         self.memory, name = memory_name("mailbox", self.secret), machine_name()
         mine = [create_memory(self.memory, 0) for _ in range(2)] if name else []
         self.mailboxes = [self.descriptors.keep(address.descriptor) for address in mine]
         self.doorbell, bell = map(self.descriptors.keep, os.pipe())
         for mailbox in self.mailboxes:
             os.pwrite(mailbox, _OWNER.pack(rank, bell, os.fstat(bell).st_ino), 0)
-        announced = gather_values([name, mine])
-        names = [name or f"rank {number}" for number, (name, _) in enumerate(announced)]
-        found = self._open_peers({number: mailboxes for number, (other, mailboxes) in enumerate(announced)
+        announced = dict(zip(self.ranks, gather_values([name, mine], self.group)))
+        names = {number: name or f"rank {number}" for number, (name, _) in announced.items()}
+        found = self._open_peers({number: mailboxes for number, (other, mailboxes) in announced.items()
                                   if other == name != "" and number != rank})
-        isolated = {names[number] for number, failed in enumerate(gather_values(found is None)) if failed}
-        names = [f"rank {number}" if name in isolated else name for number, name in enumerate(names)]
+        failures = zip(self.ranks, gather_values(found is None, self.group))
+        isolated = {names[number] for number, failed in failures if failed}
+        names = {number: f"rank {number}" if name in isolated else name for number, name in names.items()}
         self.peers = found if found and name not in isolated else {}
-        first = {name: number for number, name in reversed([*enumerate(names)])}
-        self.machines = [first[name] for name in names]
+        first = {name: number for number, name in reversed(names.items())}
+        for number in self.ranks:
+            self.machines[number] = first[names[number]]
         self.local_ranks = sorted([rank, *self.peers])
-        leaders = sorted(set(self.machines))
+        leaders = sorted({self.machines[number] for number in self.ranks})
         self.on_one_machine = len(leaders) == 1
         leads = rank in leaders and not self.on_one_machine
         self.leaders = self._group_of(leaders) if leads else None
-        barrier_far()  # no rank closes what another has yet to open
+        barrier_far(self.group)  # no rank closes what another has yet to open
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank: whatever msgpack knows."""
+        """Return every rank's value, in the order of `ranks`: whatever msgpack knows."""
         return [unpack(message) for message in self.gather_bytes(pack(value))]
 
     def gather_on_host(self, value: Any) -> dict[int, Any]:
@@ -104,7 +112,7 @@ class HostGroup:
         return {rank: unpack(message) for rank, message in sorted(self._gather_on_host(pack(value)).items())}
 
     def gather_bytes(self, message: bytes) -> list[bytes]:
-        """Return every rank's message, by rank."""
+        """Return every rank's message, in the order of `ranks`."""
         messages = self._gather_on_host(message)
         if self.on_one_machine:
             return [messages[rank] for rank in self.local_ranks]
@@ -114,7 +122,7 @@ class HostGroup:
         error, everyone = unpack(self._gather_on_host(combined, self.limit + _EXTRA_SECONDS)[leader])
         if error:
             raise RankMissing(error)
-        return [everyone[rank] for rank in range(len(everyone))]
+        return [everyone[rank] for rank in self.ranks]
 
     def _gather_leaders(self, messages: dict[int, bytes]) -> bytes:
         """Return [error, message by rank] of all machines, packed; peers learn an error as well."""
@@ -178,13 +186,14 @@ class HostGroup:
         return HostPeer(rank, (one, other), self.descriptors.keep(bell),
                         self.descriptors.keep(os.pidfd_open(first.process)))
 
-    def _group_of(self, leaders: list[int]) -> dist.ProcessGroup:
-        """Make the group of leaders. Not by `new_group`, which all processes of the run would have to call."""
-        group = default_group()
-        number = _group_counts[group] = _group_counts.get(group, 0) + 1
-        store = PrefixStore(f"leaders/{number}", _get_process_group_store(group))
+    def _group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Make a group of some ranks. Not by `new_group`, which all processes of the run would have to call."""
+        group, name = default_group(), " ".join(map(str, ranks))
+        counts = _group_counts.setdefault(group, Counter())
+        counts[name] += 1
+        store = PrefixStore(f"ranks {name}/{counts[name]}", _get_process_group_store(group))
         limit = datetime.timedelta(seconds=self.limit)
-        made: Any = dist.ProcessGroupGloo(store, leaders.index(self.rank), len(leaders), limit)
+        made: Any = dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), limit)
         return made  # a ProcessGroup, which torch's stub does not say
 
 

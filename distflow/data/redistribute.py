@@ -106,6 +106,8 @@ def announce(batch: Batch, pool: PoolNotice, payload: bytes = b"") -> tuple[byte
 
 _HEAD, _DENSE = 5, -1
 """Numbers that a notice begins with; in place of the number of an array: each row has one element."""
+_NO_ROWS, _ = announce(Batch(torch.empty(0, dtype=torch.int64)), PoolNotice())
+"""Notice of a rank that takes no part in a move."""
 
 
 class RowNotices:
@@ -334,14 +336,16 @@ class Destination(NamedTuple):
 
 
 class Redistributor:
-    def __init__(self, rank: int, metrics: Metrics, limit: float):
-        self.rank, self.metrics, self.limit = rank, metrics, limit
+    """One rank's part of moves among `ranks`, or all. These alone share its memory, and know who still reads it."""
+
+    def __init__(self, rank: int, metrics: Metrics, limit: float, ranks: Sequence[int] | None = None):
+        self.rank, self.metrics, self.limit, self.ranks = rank, metrics, limit, ranks
         self.moved = 0
         self.receivers = dict[Layout, ShareReceivers]()
 
     @functools.cached_property
     def host_group(self) -> HostGroup:
-        return HostGroup(self.rank, self.limit)
+        return HostGroup(self.rank, self.limit, self.ranks)
 
     @functools.cached_property
     def memory(self) -> RowMemory:
@@ -349,14 +353,15 @@ class Redistributor:
 
     def move(self, held: Batch, layout: Layout, payload: bytes,
              find_destinations: Callable[[list[bytes]], Destinations], edge: str) -> Batch:
-        """Return the rows that `layout` assigns to this rank, by id, with their columns; every rank must call it.
+        """Return the rows that `layout` assigns to this rank, by id, with their columns. All of the ranks call it.
 
         `held`: this rank's rows, ids and lengths on the CPU; `find_destinations`: from all payloads to destinations,
         alike on every rank; `edge`: what bytes count for in metrics. Raises ColumnError on every rank: rows without a
         destination or held twice, or columns that do not fit together.
         """
         notice, buffers = announce(held, self.memory.notice(), payload)
-        notices = RowNotices(self.host_group.gather_bytes(notice))
+        said = dict(zip(self.host_group.ranks, self.host_group.gather_bytes(notice)))
+        notices = RowNotices([said.get(rank, _NO_ROWS) for rank in range(len(self.host_group.machines))])
         forms = agree_on_forms(notices)
         route = Route(notices, forms, find_destinations(notices.payloads()), layout.dp)
         machines, receivers = np.array(self.host_group.machines), self._receivers(layout)
@@ -410,7 +415,9 @@ class Redistributor:
         if mine is not None:
             there = machines == machines[self.rank]
             arriving = np.where(there, 0, route.received(mine.share, len(machines))).tolist()
-        received, position = exchange(torch.from_numpy(outgoing), sizes.tolist(), arriving).numpy(), 0
+        members = self.host_group.ranks
+        received, position = exchange(torch.from_numpy(outgoing), sizes[members].tolist(),
+                                      [arriving[rank] for rank in members], self.host_group.group).numpy(), 0
         for rank, size in enumerate(arriving):
             if mine is None or not size:
                 continue
@@ -446,7 +453,6 @@ class Redistributor:
         self.metrics.add("data/bytes_between_machines",
                          int(sent[machines[receivers.ranks] != machines[self.rank]].sum()))
         self.moved += away + arrived
-        self.metrics.maximum("data/bytes_of_busiest_rank", self.moved)
 
 
 def _rows(route: Route, buffers: Buffers, share: int, holder: int) -> \

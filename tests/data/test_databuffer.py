@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -69,11 +70,11 @@ def test_one_rank_moves_nothing():
 
 def test_a_column_with_two_readers_moves_once():
     """Of `second`'s columns, one is there already; only the other moves."""
-    plan = (Builder(2, TWO)
-            .node("a", "r_prompt", "r_a t_a", TWO)
-            .node("first", "r_a", "d_first", ONE)
-            .node("second", "r_a t_a d_first", "d_second", ONE)
-            .node("third", "t_a r_a", "d_third", ONE)).plan()
+    plan = (Builder(2, ONE)
+            .node("a", "r_prompt", "r_a t_a", ONE)
+            .node("first", "r_a", "d_first", TWO)
+            .node("second", "r_a t_a d_first", "d_second", TWO)
+            .node("third", "t_a r_a", "d_third", TWO)).plan()
     for _, _, exchanges in check_run(plan, 5):
         assert exchanges == [2, 2]
 
@@ -97,6 +98,41 @@ def test_there_and_back_within_a_step_returns_what_is_new():
             .node("d", "r_c r_b r_a", "r_d", TWO)
             .node("e", "r_d r_c r_b r_a", "", ONE)).plan()
     check_run(plan, 5, steps=3)
+
+
+def at_once(plan: Plan) -> list[str]:
+    """Run a step of a plan in which ranks 0-1 and 2-3 have a node each behind `a`, and meet within these nodes."""
+    rank, seen = dist.get_rank(), []
+    walker, store = Walk(plan, 4), dist.distributed_c10d._get_default_store()
+    walker.buffer.start(walker.loader.next())
+    for task in plan.tasks:
+        inputs = walker.buffer.take(task)
+        walker.check(task, inputs)
+        if task.node != "a" and len(inputs):
+            store.set(f"{rank} is in its node", "")
+            store.wait([f"{other} is in its node" for other in range(4)], timedelta(seconds=30))
+            seen.append(task.node)
+        ids = inputs.ids
+        walker.buffer.put(task, {name: contents(name, 0, ids.tolist()) for name in task.writes if len(ids)}, ids)
+    return seen
+
+
+def test_nodes_on_ranks_of_their_own_run_at_the_same_time():
+    """Both read what the first node writes. Each rank leaves its node when all four are in theirs."""
+    first, last = Layout(2), Layout(2, 2)
+    plan = (Builder(4, first).node("a", "r_prompt", "r_a d_a", first)
+            .node("critic", "r_a d_a r_prompt", "", last).node("update", "d_a", "", first)).plan()
+    assert run_ranks(4, at_once, plan) == [["update"], ["update"], ["critic"], ["critic"]]
+    turned = (Builder(4, first).node("a", "r_prompt", "r_a d_a", last)
+              .node("critic", "r_a d_a r_prompt", "", last).node("update", "d_a", "", first)).plan()
+    assert run_ranks(4, at_once, turned) == [["update"], ["update"], ["critic"], ["critic"]]
+
+
+def test_ranks_that_join_later_learn_who_has_which_rows():
+    """Ranks 2 and 3 divide rows that rank 0 has; then rank 1, which was not there, sends them more columns."""
+    plan = (Builder(4, ONE).node("a", "r_prompt", "r_a", Layout(2, 2))
+            .node("b", "r_prompt", "r_b", Layout(1, 1)).node("c", "r_b r_a", "", Layout(2, 2))).plan()
+    check_run(plan, 5)
 
 
 @st.composite
