@@ -15,8 +15,9 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy
 from PIL import Image, UnidentifiedImageError
@@ -91,6 +92,7 @@ def check_images(records: Records, field: str, folder: Path, indices: Sequence[i
                                           error.mistakes[0].hint)) from None
 
 
+_R = TypeVar("_R")
 _FILLED = "text that is not empty"
 _SHOWN = 10
 _BLOCK = 1024
@@ -112,10 +114,28 @@ class Records(Protocol):
 def open_records(path: Path, data: Data | None = None) -> Records:
     """Open a .jsonl or .parquet file, or a folder that `datasets` saved; `data` names the fields that its records are
     to have. Raises `InvalidInput` if it has no records."""
-    records = _open_file(path)
-    if not len(records):
-        raise InvalidInput(Diagnostic("there is no record in it", Location(str(path))))
-    return NamedRecords(records, data) if data else records
+    def opened() -> Records:
+        records = _open_file(path)
+        if not len(records):
+            raise InvalidInput(Diagnostic("there is no record in it", Location(str(path))))
+        return NamedRecords(records, data) if data else records
+
+    return _once(path, data.model_dump_json() if data else "", opened)
+
+
+_opened: dict[tuple[Any, ...], Any] = {}
+
+
+def _once(path: Path, use: object, make: Callable[[], _R]) -> _R:
+    """Return what a file was opened as for this use, and open it if it has changed since. Validation, preflight and the
+    loaders of forked workers share it, so that a file is scanned, filtered and unpacked once."""
+    if not path.is_file():
+        return make()
+    state = path.stat()
+    key = path, state.st_ino, state.st_size, state.st_mtime_ns, use
+    if key not in _opened:
+        _opened[key] = make()
+    return _opened[key]
 
 
 def _open_file(path: Path) -> Records:
@@ -153,7 +173,8 @@ def open_training_sets(data: Data, path_of: Callable[[str], Path | None]) -> dic
     paths = {name: (path_of(name) or Path(name)).absolute() for name in data.train}
     found: dict[str, Records] = {name: open_records(path, data) for name, path in paths.items()}
     if data.filter:
-        found = {name: _apply_filters(records, data.filter, paths[name]) for name, records in found.items()}
+        found = {name: _once(paths[name], (data.model_dump_json(), "filtered"), partial(
+            FilteredRecords, records, data.filter)) for name, records in found.items()}
     if len(found) == 1:
         return found
     root = Path(os.path.commonpath([path.parent for path in paths.values()]))
@@ -166,16 +187,11 @@ _FILTER_FAILS = (TypeError, ValueError, LookupError, NameError, ArithmeticError,
 
 
 class FilteredRecords:
-    """Records that all filters keep, by an index that is made when the set is opened, unless `index` has it, and how
-    many records each filter drops. Raises InvalidInput: a filter fails, or keeps none."""
+    """Records that all filters keep, by an index that is made when the set is opened, and how many records each filter
+    drops. Raises InvalidInput: a filter fails, or keeps none."""
 
-    def __init__(self, records: Records, filters: Sequence[str],
-                 index: tuple[numpy.ndarray, dict[str, int]] | None = None):
-        self.records = records
-        if index:
-            self.kept, self.dropped = index
-            return
-        self.dropped = dict.fromkeys(filters, 0)
+    def __init__(self, records: Records, filters: Sequence[str]):
+        self.records, self.dropped = records, dict.fromkeys(filters, 0)
         keeps = {text: record_filter(text) for text in filters}
         kept = (number for number, record in read_blocks(records) if self._keeps(number, record, keeps))
         self.kept = numpy.fromiter(kept, numpy.int64)
@@ -206,17 +222,6 @@ class FilteredRecords:
                 self.dropped[text] += 1
                 return False
         return True
-
-
-_indices: dict[tuple[Any, ...], tuple[numpy.ndarray, dict[str, int]]] = {}  # which forked workers have too
-
-
-def _apply_filters(records: Records, filters: Sequence[str], path: Path) -> FilteredRecords:
-    state = path.stat()
-    key = (path, state.st_size, state.st_mtime_ns, *filters)
-    found = FilteredRecords(records, filters, _indices.get(key))
-    _indices[key] = found.kept, found.dropped
-    return found
 
 
 def filter_digest(data: Data, path_of: Callable[[str], Path | None]) -> str:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import tracemalloc
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
+from distflow.config.run import Data
 from distflow.data import dataset
-from distflow.data.dataset import JsonLines, RequiredFields, check_records
+from distflow.data.dataset import JsonLines, RequiredFields, check_records, open_records
 from distflow.errors import InvalidInput
 
 LINES = ["{\"n\": 1}", "", json.dumps({"n": 2, "long": "x" * 90}), "   ", "{\"n\": 3}", "{\"n\": 4}"]
@@ -75,3 +80,30 @@ def test_a_long_wrong_value_takes_a_line(tmp_path: Path, value: object) -> None:
 def test_records_of_windows_are_read(tmp_path: Path) -> None:
     (tmp_path / "bom.jsonl").write_bytes(b'\xef\xbb\xbf{"n": 1}\r\n\r\n{"n": 2}\r\n')
     assert JsonLines(tmp_path / "bom.jsonl").get([0, 1]) == [{"n": 1}, {"n": 2}]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_open_records_opens_a_file_once_until_it_changes(tmp_path: Path, kind: str) -> None:
+    path, data = tmp_path / f"records.{kind}", Data(train="")
+
+    def write(count: int) -> None:
+        rows = [{"question": f"{number}?", "answer": str(number)} for number in range(count)]
+        if kind == "parquet":
+            parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write(6)
+    records = open_records(path, data)
+    assert records.get([0])[0]["answer"] == "0"
+    assert open_records(path, data) is records
+    assert open_records(path, Data(train="", question="answer")) is not records
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:  # as a worker that its supervisor forks
+        assert [row["answer"] for row in pool.submit(_read_all, path, data).result()] == [*map(str, range(6))]
+    write(3)
+    assert len(open_records(path, data)) == 3
+
+
+def _read_all(path: Path, data: Data) -> list[dict]:
+    records = open_records(path, data)
+    return records.get(range(len(records)))
