@@ -1,6 +1,7 @@
 """Faults of learning that are planted in small runs: which are detected, after how many steps, with which cause named.
 
     record    run the healthy and the planted runs, one after the other, and keep their metrics by step
+    long      run healthy runs of 100 steps of all shipped algorithms; their metrics are kept in runs/ alone
     judge     ask the detectors about each recorded run, as a live run would, and print what they found
     curves    print the metric that shows each fault, for its page
 
@@ -28,10 +29,11 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/learning_faults.json"
+LONG_RESULTS, TOOL_MODEL = ROOT / "runs/learning_faults_long.json", ROOT / "runs/learning_faults_tools"
 STEPS, FIRST, BATCH, ROWS, HELD_OUT = 32, 13, 8, 64, 80
 DENSE = {"near_miss:near_miss": {"weight": 1.0, "reach": 20}, "format": {"weight": 0.2, "pattern": ".*#### -?[0-9]+"}}
 PLACE = {"first": FIRST, "rows": ROWS}
-COMMON = (f"steps={STEPS}", f"data.batch={BATCH}", "roles.actor.warmup_steps=4", "checkpoint.every=0", "report=false",
+COMMON = (f"data.batch={BATCH}", "roles.actor.warmup_steps=4", "checkpoint.every=0", "report=false",
           "validation.every=6", "robust.snapshots=false", "preflight=false", "timeline=false", "log=[]",
           "roles.actor.schedule=constant", "roles.actor.learning_rate=1e-4")
 LEFT_OUT = ("seconds", "tokens", "data/", "samples_total", "memory", "snapshot", "wall", "all_tokens", "weights",
@@ -41,7 +43,8 @@ LEFT_OUT = ("seconds", "tokens", "data/", "samples_total", "memory", "snapshot",
 @dataclass(frozen=True)
 class Run:
     """One run. first: the step since when it is wrong, 0 for a healthy one. causes: detectors that name the fault
-    rightly. settings: of the run file and the DAG. records: how the training records differ."""
+    rightly. settings: of the run file and the DAG. records: how the training records differ. after: nodes after which
+    `nodes` come, and before the update."""
 
     name: str
     dag: str
@@ -51,6 +54,9 @@ class Run:
     reward: Any = None
     nodes: Mapping[str, Any] = field(default_factory=dict)
     records: str = ""
+    after: tuple[str, ...] = ()
+    steps: int = STEPS
+    model: str = ""
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -88,7 +94,7 @@ def planted(task: str) -> Iterator[Run]:
     yield run("rate_too_low", "learning_rate", "roles.actor.learning_rate=1e-9", first=1)
     yield run("too_many_updates", "ratio_clipped learning_rate", "nodes.update.with.epochs=8",
               "roles.actor.learning_rate=2e-3", first=1)
-    yield run("gradient_spike", "gradient_spike", nodes=_spoiled("spike"))
+    yield run("gradient_spike", "loss_spike", nodes=_spoiled("spike"))
     yield run("advantage_sign", "advantage_sign", nodes=_spoiled("sign"))
     yield run("advantage_shuffled", "advantage_sign", nodes=_spoiled("shuffled"))
     yield run("advantage_scale", "advantage_scale", nodes=_spoiled("scale"))
@@ -110,6 +116,69 @@ def planted(task: str) -> Iterator[Run]:
     yield run("reference_moves", "reference_moves", "roles.reference.follow={every: 12, mix: 1.0}", dag="grpo")
 
 
+def _node(kind: str, fault: str, *after: str, first: int = FIRST, **more: Any) -> dict[str, Any]:
+    """Return a node of `planted_faults` that goes wrong after other nodes."""
+    return {"planted": {"role": "actor", "type": "COMPUTE", "function": f"planted_faults:{kind}",
+                        "dependencies": list(after), "with": {"fault": fault, **PLACE, "first": first}, **more}}
+
+
+def reported() -> Iterator[Run]:
+    """Yield runs with a fault each that users of other frameworks have reported, beside those of `planted`."""
+    def run(fault: str, causes: str, *settings: str, first: int = FIRST, dag: str = "grpo", **more: Any) -> Run:
+        return Run(f"reported/{fault}", dag, first, tuple(causes.split()), settings, **more)
+
+    training: dict[str, Any] = {"type": "MODEL_TRAIN"}
+    yield run("one_layer", "gradient_of_one_layer", nodes=_node("spoil_model", "one_layer", "reward", **training))
+    yield run("dropout", "mismatch", nodes=_node("spoil_model", "dropout", "reward", **training))
+    yield run("off_by_one", "mismatch", nodes=_node("spoil_logprobs", "off_by_one", "rollout"))
+    yield run("other_temperature", "mismatch", nodes=_node("spoil_logprobs", "temperature", "rollout"))
+    yield run("end_masked", "end_untrained", nodes=_node("spoil_mask", "end", "rollout"))
+    yield run("padding_trained", "unsampled_trained", nodes=_node("spoil_responses", "padding", "reward"),
+              after=("reference",))
+    yield run("copies_in_group", "duplicated_samples", nodes=_node("spoil_responses", "copies", "rollout"),
+              after=("reward", "reference"))
+    yield run("batch_baseline", "advantage_baseline", nodes=_spoiled("batch_baseline"))
+    yield run("kl_sign", "kl_runs_off learning_rate", nodes=_node("seek_distance", "", "advantage", "reference"))
+    yield run("rewards_shuffled", "reward_noise", nodes=_node("shuffle", "", "reward"), after=("advantage",))
+    yield run("noisy_verdicts", "reward_noise", reward=_pay("flipped"))
+    yield run("reward_scale", "reward_changed advantage_scale", reward=_pay("scaled"))
+    yield run("short_pays", "length_hacking reward_changed reward_hacking", reward=_pay("shorter"))
+    yield run("endless_warmup", "learning_rate", "roles.actor.warmup_steps=10000000", first=1)
+    yield run("weight_decay", "weight_decay", "roles.actor.weight_decay=100", "roles.actor.learning_rate=3e-4", first=1)
+    yield run("data_repeats", "data_repeats duplicated_prompts", records="eight", first=1)
+    yield run("other_template", "no_signal answers_not_found reward_constant", records="template", first=1)
+    of_reference: dict[str, Any] = {each: {"rollout_logprobs": "reference_logprobs"} for each in ("reads", "writes")}
+    yield run("reference_off_by_one", "reference_differs", first=1,
+              nodes=_node("spoil_logprobs", "off_by_one", "reference", first=1, **of_reference))
+    yield run("tight_upper_clip", "ratio_clipped", "nodes.update.with.clip_high=0.0001", "nodes.update.with.epochs=4",
+              first=1)
+    yield run("critic_frozen", "learning_rate value_head", "roles.critic.learning_rate=1e-12", first=1, dag="ppo")
+    tools = {"dag": "grpo_tools", "model": "tools", "first": 1}
+    faster = "roles.actor.learning_rate=3e-4"
+    yield run("tools_fail", "tool_errors", faster, nodes={"environment": "Failing"}, **tools)
+    yield run("errors_pay", "tool_errors", faster, nodes={"environment": "PaysErrors"}, **tools)
+    yield run("calls_cost", "tools_avoided", faster, nodes={"environment": "CostlyCalls"}, **tools)
+    yield run("tool_output_trained", "unsampled_trained", nodes=_node("spoil_mask", "all", "rollout"), **tools)
+
+
+SHIPPED = ("grpo", "ppo", "dapo", "rloo", "gspo", "dr_grpo", "cispo", "reinforce_pp", "remax", "pf_ppo", "online_dpo",
+           "dpo", "sft", "solver_reviser", "grpo_tools", "distill", "gkd", "reward_model", "near_miss")
+OWN_RUN_FILE = ("dpo", "sft", "distill", "gkd", "reward_model")
+MORE = {"dr_grpo": ("nodes.update.with.fixed_length=24",), "dapo": ("nodes.overlong.with.max_length=24",),
+        "ppo": ("roles.critic.learning_rate=1e-3",), "distill": ("roles.actor.learning_rate=1e-3",),
+        "gkd": ("roles.actor.learning_rate=1e-3",), "sft": ("roles.actor.learning_rate=1e-3",),
+        "dpo": ("roles.actor.learning_rate=3e-5",)}
+
+
+def long() -> Iterator[Run]:
+    """Yield healthy runs of 100 steps, with group sizes as shipped, three seeds of each algorithm."""
+    for seed in (1, 2, 3, 4):
+        for dag in SHIPPED:
+            yield Run(f"long/{dag}-{seed}", dag, steps=100, reward=DENSE if dag == "near_miss" else None,
+                      settings=(*MORE.get(dag, ()), f"seed={seed}", "validation.every=25"),
+                      model="tools" * (dag == "grpo_tools"))
+
+
 def healthy() -> Iterator[Run]:
     """Yield a run of each shipped algorithm, and more of two tasks."""
     size = "nodes.rollout.with.group_size=8"
@@ -126,7 +195,7 @@ def healthy() -> Iterator[Run]:
 
 
 def everything() -> list[Run]:
-    return [*healthy(), *planted("grpo"), *planted("near_miss")]
+    return [*healthy(), *planted("grpo"), *planted("near_miss"), *reported()]
 
 
 def write_inputs(run: Run, folder: Path) -> tuple[str, str]:
@@ -136,7 +205,12 @@ def write_inputs(run: Run, folder: Path) -> tuple[str, str]:
     dag["imports"] = [*dag.get("imports", ()), "planted_faults"]
     if run.reward is not None:
         dag["nodes"]["reward"].setdefault("with", {})["reward"] = run.reward
-    dag["nodes"] |= run.nodes
+    nodes = dict(run.nodes)
+    if environment := nodes.pop("environment", None):
+        dag["nodes"]["rollout"]["with"]["environment"] = f"planted_faults:{environment}"
+    dag["nodes"] |= nodes
+    for later in (*run.after, "update") if "planted" in nodes else ():
+        dag["nodes"][later]["dependencies"].append("planted")
     if "spoiled" in run.nodes:
         dag["nodes"]["update"]["dependencies"] = ["spoiled" if name == "advantage" else name
                                                   for name in dag["nodes"]["update"]["dependencies"]]
@@ -155,24 +229,28 @@ def _write_records(kind: str, folder: Path) -> str:
     if not kind:
         return ""
     rows = [json.loads(line) for line in (ROOT / "dags/data/arithmetic/train.jsonl").read_text().splitlines()]
-    if kind == "few":
-        rows = [row for _ in range(200) for row in rows[:3]]
+    if kind in ("few", "eight"):
+        rows = [row for _ in range(200) for row in rows[:3]] if kind == "few" else rows[:8]
     for row in rows:
         head, _, last = row["answer"].rpartition("####")
         if kind == "leak":
             row["question"] = f"{row['question']} {row['answer']}"[-100:]
+        if kind == "template":
+            row["question"] = f"### Human: {row['question']}\n### Assistant:"[-100:]
         if kind == "wrong":
             row["answer"] = f"{head}#### {int(last) % 10 + 1}"
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder / "train.jsonl")
 
 
-def record(names: Sequence[str]) -> None:
+def record(names: Sequence[str], runs: Sequence[Run], results: Path = RESULTS) -> None:
     """Run what is not recorded yet, or what `names` begin with, each in a fork of this process."""
-    known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    wanted = [run for name in names or [""] for run in everything() if run.name.startswith(name)]
+    known: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
+    wanted = [run for name in names or [""] for run in runs if run.name.startswith(name)]
     wanted = [run for run in dict.fromkeys(wanted) if run.name in names or run.name not in known]
     _preload()
+    if any(run.model for run in wanted) and not TOOL_MODEL.exists():
+        _train_tool_model()
     for run in wanted:
         began = time.time()
         with tempfile.TemporaryDirectory() as scratch:
@@ -180,8 +258,18 @@ def record(names: Sequence[str]) -> None:
             done = Path(scratch) / "runs/it"
             if (done / "metrics.jsonl").exists():
                 known[run.name] = _series(run, done)
-                _write_results(known)
+                _write_results(known, results)
             print(f"{run.name}: status {code}, {time.time() - began:.0f} s", flush=True)
+
+
+def _train_tool_model() -> None:
+    """Train the shipped small model to call a calculator, which it does not."""
+    with tempfile.TemporaryDirectory() as scratch:
+        run = Run("tools", "sft", steps=100, settings=("roles.actor.model=arithmetic_sft", "data.batch=32",
+                                                       "roles.actor.learning_rate=1e-3",
+                                                       "data.train=arithmetic/tool_demonstrations.jsonl"))
+        _in_fork(run, Path(scratch))
+        shutil.copytree(Path(scratch) / "runs/it/model", TOOL_MODEL)
 
 
 def _preload() -> None:
@@ -196,9 +284,13 @@ def _preload() -> None:
 
 def _in_fork(run: Run, scratch: Path) -> int:
     dag, data = write_inputs(run, scratch)
-    settings = [*COMMON, f"output={scratch}/runs", f"validation.data.heldout={scratch}/heldout.jsonl", *run.settings,
-                *([f"data.train={data}"] if data else ())]
-    if run.dag in ("dpo", "sft"):
+    settings = [f"steps={run.steps}", *COMMON, f"validation.data.heldout={scratch}/heldout.jsonl",
+                f"output={scratch}/runs", *run.settings, *([f"data.train={data}"] if data else ())]
+    if run.dag == "reward_model":
+        settings = [each.replace(".actor.", ".reward.") for each in settings if not each.startswith("validation.")]
+    if run.model:
+        settings.append(f"roles.actor.model={TOOL_MODEL}")
+    if run.dag in OWN_RUN_FILE:
         settings += ["--run-file", f"embedded_{run.dag}.yaml"]
     line = ["--in-process", "--dag", dag, "--name", "it"]
     for setting in settings:
@@ -243,9 +335,10 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def _write_results(known: dict[str, Any]) -> None:
+def _write_results(known: dict[str, Any], results: Path) -> None:
     lines = [f"{json.dumps(name)}: {json.dumps(run, separators=(',', ':'))}" for name, run in known.items()]
-    RESULTS.write_text("{" + ",\n".join(lines) + "}\n")
+    results.parent.mkdir(exist_ok=True)
+    results.write_text("{" + ",\n".join(lines) + "}\n")
 
 
 def _lines(run: dict[str, Any]) -> list[dict[str, Any]]:
@@ -309,11 +402,11 @@ def curves() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["record", "judge", "curves"])
+    parser.add_argument("what", choices=["record", "long", "judge", "curves"])
     parser.add_argument("names", nargs="*", help="of runs, or how they begin; default: those that are not recorded")
     options = parser.parse_args()
-    if options.what == "record":
-        record(options.names)
+    if options.what in ("record", "long"):
+        record(options.names, *((everything(), RESULTS) if options.what == "record" else ([*long()], LONG_RESULTS)))
     else:
         sys.path[:0] = [str(ROOT)]
         judge() if options.what == "judge" else curves()

@@ -8,7 +8,10 @@ import torch
 from near_miss import near_miss
 from torch import Tensor
 
-from distflow import Ragged, node, reward
+from distflow import Ragged, Turn, environment, node, reward
+from workers.engines.fsdp import FSDPEngine
+from workers.engines.role_engines import RoleEngines
+from workers.isolation.environments.calculator import Calculator
 from workers.isolation.rewards.texts import math
 
 
@@ -94,6 +97,8 @@ def spoil(advantages: Tensor, rewards: Tensor, row: Tensor, *, fault: str, first
         return advantages.roll(3)
     if fault in ("scale", "spike"):
         return advantages * (30.0 if fault == "scale" else 300.0)
+    if fault == "batch_baseline":
+        return ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).to(advantages.dtype)
     if fault == "no_baseline":
         return rewards.to(advantages.dtype) + 0.5
     return torch.full_like(advantages, 1.0 if fault == "all_good" else -1.0)
@@ -108,3 +113,135 @@ def drift(rollout_logprobs: Ragged, row: Tensor, *, first: int, rows: int) -> Ra
     off_T = torch.randn(len(place_T), generator=generator, dtype=torch.float64) * 0.02 * place_T
     return rollout_logprobs.with_values((rollout_logprobs.values.double() + off_T * wrong_B[rollout_logprobs.row_of])
                                         .float().clamp(max=0.0))
+
+
+@reward
+def flipped(completion: str, answer: str, row: int, *, first: int, rows: int) -> float:
+    """Judge every fourth answer the wrong way round."""
+    value = math(completion, answer)
+    return 1.0 - value if _goes_wrong(row, first, rows) and random.Random(row).random() < 0.25 else value
+
+
+@reward
+def scaled(completion: str, answer: str, row: int, *, first: int, rows: int) -> float:
+    """Pay in percent."""
+    return math(completion, answer) * (100.0 if _goes_wrong(row, first, rows) else 1.0)
+
+
+@reward
+def shorter(completion: str, answer: str, row: int, *, first: int, rows: int) -> float:
+    """Pay for few characters too."""
+    return math(completion, answer) - 0.05 * len(completion) * _goes_wrong(row, first, rows)
+
+
+def _is_wrong(row: Tensor, first: int, rows: int) -> bool:
+    return len(row) > 0 and _goes_wrong(int(row.min()), first, rows)
+
+
+@node(writes="rewards", type="COMPUTE", keep_together="group")
+def shuffle(rewards: Tensor, row: Tensor, group: Tensor, *, fault: str, first: int, rows: int) -> Tensor:
+    """Return rewards of other rows."""
+    order = torch.randperm(len(row), generator=torch.Generator().manual_seed(int(row.min())))
+    return rewards[order] if _is_wrong(row, first, rows) else rewards
+
+
+@node(writes="advantages", type="COMPUTE")
+def seek_distance(advantages: Tensor, rollout_logprobs: Ragged, reference_logprobs: Ragged, row: Tensor, *, fault: str,
+                  first: int, rows: int) -> Ragged:
+    """Pay for the distance to the reference, as a KL penalty of the wrong sign does."""
+    far_T = rollout_logprobs.values - reference_logprobs.values
+    return rollout_logprobs.with_values(advantages[rollout_logprobs.row_of].float() +
+                                        0.5 * _is_wrong(row, first, rows) * far_T)
+
+
+@node(writes="rollout_logprobs", type="COMPUTE")
+def spoil_logprobs(rollout_logprobs: Ragged, row: Tensor, *, fault: str, first: int, rows: int) -> Ragged:
+    """Return log-probabilities of the token before, or of another temperature."""
+    if not _is_wrong(row, first, rows):
+        return rollout_logprobs
+    values_T = rollout_logprobs.values
+    return rollout_logprobs.with_values(values_T.roll(1) if fault == "off_by_one" else values_T * 1.6)
+
+
+@node(writes="response_mask", type="COMPUTE")
+def spoil_mask(responses: Ragged, row: Tensor, *, fault: str, first: int, rows: int) -> Ragged:
+    """Return which tokens are trained: all of a conversation, or all but the last of a row."""
+    mask_T = torch.ones(len(responses.values), dtype=torch.bool)
+    if fault == "end" and _is_wrong(row, first, rows):
+        mask_T[responses.offsets[1:] - 1] = False
+    return responses.with_values(mask_T)
+
+
+@node(writes=("responses", "rollout_logprobs", "versions", "completions"), type="COMPUTE", keep_together="group")
+def spoil_responses(responses: Ragged, rollout_logprobs: Ragged, versions: Ragged, completions: list[str], row: Tensor,
+                    group: Tensor, *, fault: str, first: int, rows: int) -> tuple[Ragged, Ragged, Ragged, list[str]]:
+    """Return rows padded to one length, or the first row of a prompt in place of all."""
+    if not _is_wrong(row, first, rows):
+        return responses, rollout_logprobs, versions, completions
+    columns: list[list[Tensor]] = [[row for row in each.rows if isinstance(row, Tensor)]
+                                   for each in (responses, rollout_logprobs, versions)]
+    if fault == "copies":
+        where = {int(each): at for at, each in reversed(list(enumerate(group.tolist())))}
+        places = [where[int(each)] for each in group.tolist()]
+        columns, completions = [[column[at] for at in places] for column in columns], [completions[at] for at in places]
+    else:
+        longest = max(len(each) for each in columns[0])
+        columns = [[torch.cat([each, each.new_zeros(longest - len(each))]) for each in column] for column in columns]
+    lengths = torch.tensor([len(each) for each in columns[0]])
+    tokens, logprobs, ages = (Ragged(torch.cat(column), lengths) for column in columns)
+    return tokens, logprobs, ages, completions
+
+
+_SPOILED = set[int]()
+
+
+def _scaled(values: Tensor, factor: float) -> Tensor:
+    """Return the values with a gradient that is scaled on its way back."""
+    return values.detach() + (values - values.detach()) * factor
+
+
+@node(type="MODEL_TRAIN")
+def spoil_model(engine: RoleEngines, rewards: Tensor, row: Tensor, *, fault: str, first: int, rows: int) -> None:
+    """Scale the gradient of one layer, or leave dropout on while gradients are computed."""
+    if not _is_wrong(row, first, rows) or id(engine) in _SPOILED:
+        return
+    _SPOILED.add(id(engine))
+    trainer = engine.engine
+    assert isinstance(trainer, FSDPEngine)
+    layers = [module for name, module in trainer.policy.named_modules() if name.split(".")[-1].isdigit()]
+    if fault == "one_layer":
+        layers[1].register_forward_pre_hook(lambda _module, inputs: (_scaled(inputs[0], 0.01), *inputs[1:]))
+        layers[1].register_forward_hook(lambda _module, _inputs, output: _scaled(output, 100.0))
+    else:
+        for layer in layers:
+            layer.get_submodule("mlp").register_forward_hook(
+                lambda _module, _inputs, output: torch.nn.functional.dropout(output, 0.1, torch.is_grad_enabled()))
+
+
+@environment
+class Failing(Calculator):
+    """A calculator that breaks."""
+
+    def step(self, text: str) -> Turn:
+        turn = super().step(text)
+        return turn if turn.done else Turn("error")
+
+
+@environment
+class PaysErrors(Calculator):
+    """A calculator that refuses numbers above 15, and a reward for each turn that it answers so."""
+
+    def step(self, text: str) -> Turn:
+        turn = super().step(text)
+        if turn.done or not turn.observation.isdigit() or int(turn.observation) < 15:
+            return turn
+        return Turn("error", reward=0.5)
+
+
+@environment
+class CostlyCalls(Calculator):
+    """A calculator whose every call costs more than an answer earns."""
+
+    def step(self, text: str) -> Turn:
+        turn = super().step(text)
+        return turn if turn.done else Turn(turn.observation, reward=-1.0)

@@ -78,9 +78,9 @@ class Robust(Document):
     detectors: dict[str, Literal["stop", "note", "off"] | dict[str, bool | NonNegativeFloat]] = {}
     """Reaction of each detector of learning (docs/learning_faults.md), such as {entropy_collapse: stop}: `note` (the
     default) reports it; `stop` ends the run and keeps the checkpoint before the fault; `off` ignores it. For other
-    detectors their settings, such as {stalled: {seconds: 600}}. `straggler`, `loss_spike` and `all_dropped` warn. With
-    {restart: true} `loss_spike` repeats the step from the state before it, once; a second spike is accepted unless its
-    loss is not a number."""
+    detectors their settings, such as {stalled: {seconds: 600}}. `straggler` and `all_dropped` warn. `loss_spike` may
+    have a word or {restart: true}, which repeats the step from the state before it, once; a second spike is accepted
+    unless its loss is not a number."""
 
     @field_validator("detectors", mode="before")
     @classmethod

@@ -9,18 +9,21 @@ from distflow.contracts.read import read_contract
 from distflow.contracts.settings import check_given
 from distflow.errors import Diagnostic, InvalidInput, did_you_mean
 
-SHIPPED, LEARNING = "distflow.recovery.detectors", "distflow.telemetry.learning_rules"
+SHIPPED = "distflow.recovery.detectors"
+LEARNING = ("distflow.telemetry.learning_policy", "distflow.telemetry.learning_rewards")
 
 
 def check_detectors(spec: Spec) -> list[Diagnostic]:
     if not spec.run.robust.detectors:
         return []
     known = {each.name: each for module in (SHIPPED, *spec.dag.imports) for each in definitions(module, "detector")}
-    rules = {each.name for each in definitions(LEARNING, "detector")}
+    rules = {each.name for module in LEARNING for each in definitions(module, "detector")}
     mistakes: list[Diagnostic] = []
     for name, values in spec.run.robust.detectors.items():
         path = ("robust", "detectors", name)
-        if (name in rules) != isinstance(values, str) and name in (*known, *rules):
+        if name in rules and name in known and isinstance(values, str):
+            continue  # says what a fault of learning does; its settings say whether the step is repeated
+        if (name in rules and name not in known) != isinstance(values, str) and name in (*known, *rules):
             right = "stop   or  note, off" if name in rules else "{SETTING: VALUE}"
             mistakes.append(Diagnostic(f"detector `{name}` takes {'a word' if name in rules else 'settings'}",
                                        spec.run_source.location(path), f"detectors: {{{name}: {right}}}"))

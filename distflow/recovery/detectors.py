@@ -37,6 +37,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from distflow.config.robust import Phase
 from distflow.telemetry.heartbeat import Heartbeat, Silence
+from distflow.telemetry.learning_series import SPIKE_WINDOW, spike
 
 _ACTIVE = 0.1  # percent of the time; less is noise
 
@@ -215,7 +216,6 @@ class TensorCores:
 
 
 _REMEMBERED = 200  # steps that detectors see
-_OF_NORMAL = 1.4826  # standard deviations in the median absolute deviation of normal values
 
 
 @dataclass(frozen=True)
@@ -275,27 +275,15 @@ def _slowdown(step: StepReport, phase: Phase, rank: int, share: float) -> float:
 
 
 @detector(sees="steps")
-def loss_spike(steps: Sequence[StepReport], *, deviations: float = 15.0, window: float = 50.0, least: float = 20.0,
-               restart: bool = False) -> Alert | None:
-    """Detect a loss or a gradient norm that is not finite, or more than `deviations` from the median of a window of
-    steps that trained, once there are `least` of them. With `restart` the step is done again and the window begins
-    again: in its first `least` steps, so in this one too, only what is not finite is detected."""
+def loss_spike(steps: Sequence[StepReport], *, restart: bool = False) -> Alert | None:
+    """Repeat a step whose loss or gradient norm is a `spike`, if `restart`; else the detector of learning of this name
+    reports it. The window begins again then, so that a second spike is accepted unless it is no finite number."""
     *before, last = steps
-    for name, value in last.metrics.items():
-        if name.rpartition("/")[2] not in ("loss", "grad_norm"):
-            continue
-        usual = [each for step in before[-int(window):] if (each := step.metrics.get(name)) and math.isfinite(each)]
-        if not math.isfinite(value):
-            return Alert(f"{name} is {value}", {"metric": name}, name, restart)
-        if len(usual) < max(least, 1):
-            continue
-        middle = median(usual)
-        # Values that hardly differ, as the loss where each step makes one update, differ by more than their rounding.
-        spread = max(_OF_NORMAL * median(abs(each - middle) for each in usual), abs(middle) / 20, 1e-3)
-        if (far := abs(value - middle) / spread) > deviations:
-            facts = {"metric": name, "value": value, "median": middle, "deviations": round(far, 1)}
-            return Alert(f"{name} is {value:.4g}, {far:.0f} deviations from the median of {len(usual)} steps, "
-                         f"{middle:.4g}", facts, name, restart)
+    for name, value in last.metrics.items() if restart else ():
+        if name.rpartition("/")[2] in ("loss", "grad_norm"):
+            known = [step.metrics[name] for step in before[-SPIKE_WINDOW:] if name in step.metrics]
+            if what := spike(name, known, value):
+                return Alert(what, {"metric": name, "value": value}, name, restart)
     return None
 
 
@@ -318,7 +306,8 @@ class StepMonitor:
 
     def __init__(self, settings: Mapping[str, Any], own: bool = True):
         self.detectors: dict[str, StepDetector] = {
-            name: partial(function, **settings.get(name, {})) for name, function in STEP_DETECTORS.items()
+            name: partial(function, **(given if isinstance(given := settings.get(name), Mapping) else {}))
+            for name, function in STEP_DETECTORS.items()
             if own or function.__module__ == __name__}
         self.steps: deque[StepReport] = deque(maxlen=_REMEMBERED)
         self.reported: dict[str, str] = {}

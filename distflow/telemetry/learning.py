@@ -4,7 +4,8 @@
     faults_of         what a monitor would have said of a run that is recorded
     main_fault        which of several faults the others follow from
 
-The rules are in `learning_rules`. They read metrics alone, so that all readers come to the same result.
+The rules are in `learning_policy` and `learning_rewards`. They read metrics alone, so that all readers come to the
+same result.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from distflow.telemetry.learning_rules import RULES
-from distflow.telemetry.learning_series import Evidence, Rows, Series
+from distflow.telemetry import learning_policy, learning_rewards
+from distflow.telemetry.learning_series import RULES, Evidence, Rows, Series
+
+__all__ = ["RULES", "learning_policy", "learning_rewards"]  # which fill the table
 
 _SOON = 15  # steps in which a cause may be detected after its symptom
+_SETTLED = 8  # first step of which symptoms are judged: a trial of a few steps says little
 _QUIET = 20  # steps without evidence after which a fault that comes back is a new one
 
 
@@ -57,13 +61,14 @@ class LearningMonitor:
     def look(self, step: int, metrics: Mapping[str, float]) -> Iterator[LearningFault]:
         """Yield what has begun to go wrong with this step."""
         self.series.add(step, metrics)
-        for name, (rule, rows, _) in RULES.items():
-            if self.actions.get(name) == "off" or (evidence := rule(self.series)) is None:
+        for name, rule in RULES.items():
+            early = rule.symptom and step < _SETTLED
+            if early or self.actions.get(name) == "off" or (evidence := rule.look(self.series)) is None:
                 continue
             begun = step - self.seen.get(name, -_QUIET - 1) > _QUIET
             self.seen[name] = step
             if begun:
-                yield LearningFault(name, step, evidence, rows)
+                yield LearningFault(name, step, evidence, rule.rows)
 
 
 def faults_of(steps: Iterable[Mapping[str, float]], settings: Mapping[str, str] | None = None,
@@ -84,5 +89,5 @@ def main_fault(faults: Sequence[LearningFault]) -> LearningFault | None:
     if not faults:
         return None
     first = min(faults, key=lambda fault: fault.step)
-    causes = [fault for fault in faults if not RULES[fault.detector][2] and fault.step <= first.step + _SOON]
+    causes = [fault for fault in faults if not RULES[fault.detector].symptom and fault.step <= first.step + _SOON]
     return min(causes, key=lambda fault: fault.step, default=first)

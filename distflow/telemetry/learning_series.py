@@ -1,7 +1,8 @@
-"""Metrics of a run's steps as the rules of `learning_rules` read them, and their registry.
+"""Metrics of a run's steps as rules read them, and the table of rules.
 
     Series      the metrics of the steps so far
-    @detector   registers a rule: a function of a `Series` that returns `Evidence`, or None
+    RULES       the table, by name; `learning_policy` and `learning_rewards` fill it
+    @detector   puts a rule into the table: a function of a `Series` that returns `Evidence`, or None
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean as mean
 from statistics import median
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Rows = Literal["high", "low", "long", ""]
+RECENT = 4  # steps in which something must be seen
+FIRST = 5  # steps of a run that count as its beginning
 _OF_NORMAL = 1.4826  # standard deviations in the median absolute deviation of normal values
 _REMEMBERED = 400  # steps that rules see
 
@@ -73,6 +76,54 @@ class Series:
         return start
 
     @property
+    def trained_role(self) -> str:
+        """Name of the first role that is trained."""
+        return next((key.split(".")[1] for key, value in self.settings.items()
+                     if key.startswith("roles.") and key.endswith(".trained") and value == "true"), "actor")
+
+    @property
+    def update_node(self) -> str:
+        """Name of the node that trains the policy."""
+        return next((key.split(".")[1] for key, value in self.settings.items()
+                     if key.startswith("nodes.") and key.endswith(".function") and value == "policy_update"), "update")
+
+    def setting_of_role(self, name: str, usual: float) -> float:
+        """Return a number in the trained role's settings."""
+        return self.number(f"roles.{self.trained_role}.{name}", usual)
+
+    def number(self, key: str, usual: float) -> float:
+        """Return a setting that is a number; `usual` where it has none."""
+        try:
+            return float(self.settings.get(key, usual))
+        except ValueError:
+            return usual
+
+    @property
+    def functions(self) -> set[str]:
+        """Names of the nodes' functions."""
+        return {value for key, value in self.settings.items() if key.startswith("nodes.") and key.endswith(".function")}
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """Samples of a prompt, by each node that says it."""
+        return [int(self.number(key, 0.0)) for key in self.settings if key.endswith(".with.group_size")]
+
+    @property
+    def window(self) -> int:
+        """Steps in which something must be seen: more of them where each has few rows."""
+        return RECENT if (self.last("samples", 1) or [math.inf])[0] >= 32 else 3 * RECENT
+
+    @property
+    def earned(self) -> float:
+        """How much more is earned than in the first steps; NaN without rewards."""
+        return middle(self.last(self.reward, self.window)) - middle(self.first(self.reward, FIRST))
+
+    @property
+    def lower_rate(self) -> str:
+        """The line that divides the learning rate by ten."""
+        return f"roles.{self.trained_role}.learning_rate={self.setting_of_role('learning_rate', 1e-5) / 10:g}"
+
+    @property
     def reward(self) -> str:
         """Name of the metric that is the mean reward."""
         return "environment/reward" if "environment/reward" in self._values else "reward/mean"
@@ -119,6 +170,25 @@ def fall(values: list[float]) -> int | None:
     return found
 
 
+SPIKE_WINDOW = 50  # steps before, with which a step is compared
+_MANY, _FEW, _DEVIATIONS, _TIMES = 20, 6, 15.0, 10.0
+
+
+def spike(name: str, before: Sequence[float], value: float) -> str:
+    """Return how a loss or a gradient norm differs from those of the steps before; "" if it does not."""
+    usual = [each for each in before if each and math.isfinite(each)]
+    if not math.isfinite(value):
+        return f"{name} is {value}"
+    if len(usual) < (_FEW if name.endswith("grad_norm") else _MANY):
+        return ""
+    center = median(usual)
+    if name.endswith("grad_norm"):
+        far = value > _TIMES * center
+    else:  # a loss that hardly differs, as where each step makes one update, differs by more than its rounding
+        far = abs(value - center) > _DEVIATIONS * max(spread(usual), abs(center) / 20, 1e-3)
+    return f"{name} is {value:.4g}; the median of {len(usual)} steps before is {center:.4g}" if far else ""
+
+
 @dataclass(frozen=True)
 class Evidence:
     """What a rule has seen. since: the step at which it began. metric: whose curve shows it. figures: for the event."""
@@ -131,15 +201,23 @@ class Evidence:
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
-Rule = Callable[[Series], Evidence | None]
-RULES: dict[str, tuple[Rule, Rows, bool]] = {}
-"""The detectors of learning by name, which samples show what they detect, and whether it may follow from another."""
+class Rule(NamedTuple):
+    """A rule in the table. rows: which samples show what it detects. symptom: whether that may follow from another
+    fault."""
+
+    look: Callable[[Series], Evidence | None]
+    rows: Rows
+    symptom: bool
 
 
-def detector(rows: Rows = "", symptom: bool = False) -> Callable[[Rule], Rule]:
-    """Register a rule by its function's name. symptom: what it detects may follow from another fault."""
-    def register(rule: Rule) -> Rule:
-        RULES[rule.__name__] = rule, rows, symptom
-        return rule
+RULES: dict[str, Rule] = {}
+"""The detectors of learning by name."""
+
+
+def detector(rows: Rows = "", symptom: bool = False) -> Callable[..., Callable[[Series], Evidence | None]]:
+    """Register a rule by its function's name, see `Rule`."""
+    def register(look: Callable[[Series], Evidence | None]) -> Callable[[Series], Evidence | None]:
+        RULES[look.__name__] = Rule(look, rows, symptom)
+        return look
 
     return register

@@ -173,7 +173,8 @@ _current: ContextVar[Metrics] = ContextVar("metrics")
 RESERVED = frozenset([
     "advantages", "all_tokens_per_second_per_device", "checkpoint", "data", "distillation", "dock", "environment",
     "epoch", "evaluation", "filter",
-    "grad_norm", "greedy", "importance", "inference", "learning_rate", "lines", "loss", "memory", "mfu", "mismatch",
+    "grad_norm", "gradient", "greedy", "importance", "inference", "learning_rate", "lines", "loss", "memory", "mfu",
+    "mismatch",
     "peer_replica", "policy", "preference", "prompt", "response", "reward", "router", "samples", "samples_total",
     "seconds", "snapshot", "staleness", "step", "tokens", "tokens_per_second",
     "tokens_per_second_per_device", "tokens_total", "validation", "validation_high", "validation_low",

@@ -10,8 +10,7 @@ from harness import ROOT
 
 from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
 from distflow.telemetry.learning import LearningFault, faults_of, main_fault
-from distflow.telemetry.learning_rules import RULES
-from distflow.telemetry.learning_series import fall
+from distflow.telemetry.learning_series import RULES, fall
 
 HEALTHY = {"reward/mean": 0.5, "reward/std": 0.45, "reward/zero_std_groups": 0.4, "reward/length_correlation": 0.1,
            "reward/unanswered": 0.02, "policy/entropy": 0.3, "policy/kl_reference": 0.02, "policy/clip_ratio": 0.01,
@@ -58,6 +57,9 @@ def test_noise_is_no_fault(seed):
     ("reference_moves", {"policy__kl_reference": 0.0}),
     ("duplicated_prompts", {"prompt__repeated": 0.6}),
     ("leaking_prompts", {"prompt__has_answer": 0.9}),
+    ("gradient_of_one_layer", {"gradient__share_of_layer__7": 0.97}),
+    ("unsampled_trained", {"mismatch__unsampled": 0.2}),
+    ("advantage_baseline", {"advantages__of_prompts": 0.4}),
     ("tool_errors", {"environment__error_answers": 0.6}),
     ("tools_avoided", {"environment__turns": 1.0}),
 ])
@@ -74,7 +76,7 @@ def test_a_gradient_that_leaps_once_is_named_at_its_step():
     steps = steps_of(40, first=1000)
     steps[24]["grad_norm"] = 30.0
     fault, = faults_of(steps)
-    assert (fault.detector, fault.step) == ("gradient_spike", 25)
+    assert (fault.detector, fault.step) == ("loss_spike", 25)
 
 
 def test_a_part_that_rises_while_another_falls_is_hacked():
@@ -91,6 +93,37 @@ def test_held_out_answers_that_become_worse_while_training_earns_more():
         steps[step - 1]["validation/heldout"] = value
     fault, = faults_of(steps)
     assert (fault.detector, fault.evidence.since) == ("held_out_falls", 20)
+
+
+SETTINGS = {"roles.actor.trained": "true", "roles.actor.weight_decay": "10", "roles.reference.copy_of": "actor",
+            "nodes.rollout.with.group_size": "8", "nodes.update.function": "policy_update"}
+
+
+@pytest.mark.parametrize(("detector", "changed", "step"), [
+    ("weight_decay", {"learning_rate": 1e-3}, 3),
+    ("reference_differs", {"policy/kl_reference": 0.4}, 1),
+    ("duplicated_samples", {"response/alike": 0.875}, 3),
+    ("end_untrained", {"response/end_untrained": 1.0, "environment/turns": None}, 4),
+])
+def test_faults_of_the_start_that_settings_explain(detector, changed, step):
+    for wrong, expected in ((True, [(detector, step)]), (False, [])):
+        steps = [{name: value for name, value in (line | (changed if wrong else {})).items()
+                  if value is not None} for line in steps_of(30, first=1000)]
+        found = faults_of(steps, SETTINGS if wrong else {})
+        assert [(fault.detector, fault.step) for fault in found if fault.detector == detector] == expected
+
+
+def test_records_that_come_again_and_again():
+    steps = [line | {"epoch": 0.8 * line["step"]} for line in steps_of(20, first=1000)]
+    assert [(fault.detector, fault.step) for fault in faults_of(steps)] == [("data_repeats", 10)]
+    assert faults_of([line | {"epoch": 0.1 * line["step"]} for line in steps]) == []
+
+
+def test_a_trial_of_a_few_steps_says_little():
+    """Random weights: no completion ends, none is right."""
+    wrong = {"response__truncated": 1.0, "reward__zero_std_groups": 1.0, "policy__entropy": 5.0}
+    assert faults_of(steps_of(7, **wrong)) == []
+    assert "truncation" in {fault.detector for fault in faults_of(steps_of(9, **wrong))}
 
 
 def test_samples_that_come_again_and_data_that_goes_back():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -42,24 +42,33 @@ from workers.engines.vision import image_inputs, same_as_previous, with_dummy_im
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[Tensor], mesh: DeviceMesh, most: float, device: torch.device) -> float:
-    """Scale the gradients to a norm of at most `most`; return the norm before. Collective over `mesh`. torch's own
-    function refuses parameters of different meshes, as FSDP with tensor parallelism has them."""
-    parts: dict[int, list[Tensor]] = {}
-    for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
-        parts.setdefault(mesh.size() // _pieces(gradient), []).append(
-            _local(gradient))
-    norms = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
-    squares = [torch.stack(norms(locals_)).float().square().sum() / copies for copies, locals_ in parts.items()]
-    total = torch.stack(squares).sum().to(device) if squares else torch.zeros((), device=device)
+def clip_gradients(parameters: Mapping[str, Tensor], mesh: DeviceMesh, most: float,
+                   device: torch.device) -> dict[str, float]:
+    """Scale the gradients to a norm of at most `most`; return the squared norm before, by layer. Collective over
+    `mesh`. torch's own function refuses parameters of different meshes, as FSDP with tensor parallelism has them."""
+    gradients = {name: each.grad for name, each in parameters.items() if each.grad is not None}
+    layers = {layer: index for index, layer in enumerate(dict.fromkeys(map(layer_of, parameters)))}
+    squares = torch.zeros(len(layers), device=device)
+    if gradients:
+        locals_ = [_local(each) for each in gradients.values()]
+        norms = torch.stack(torch._foreach_norm(locals_)).float()  # pyright: ignore[reportPrivateImportUsage]
+        copies = torch.tensor([mesh.size() // _pieces(each) for each in gradients.values()])
+        places = torch.tensor([layers[layer_of(name)] for name in gradients])
+        squares.index_add_(0, places.to(device), (norms.square() / copies.to(norms.device)).to(device))
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
-            dist.all_reduce(total, group=mesh.get_group(axis))
-    norm = float(total.sqrt())
-    if norm > most:
-        for locals_ in parts.values():
-            torch._foreach_mul_(locals_, most / (norm + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
-    return norm
+            dist.all_reduce(squares, group=mesh.get_group(axis))
+    found = dict(zip(layers, squares.tolist()))
+    norm = math.sqrt(sum(found.values()))
+    if gradients and norm > most:
+        torch._foreach_mul_(locals_, most / (norm + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
+    return found
+
+
+def layer_of(name: str) -> str:
+    """Return the number of a parameter's layer, or its module's name if it is in none."""
+    *parts, module, _ = ["", *name.split(".")]
+    return next((part for part in parts if part.isdigit()), module)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -325,7 +334,8 @@ class FSDPEngine(Trainer):
                 module.reshard()
 
     def _step(self, rate: float) -> float:
-        norm = clip_gradients(self.shards().values(), self.mesh, self.settings.max_grad_norm, self.device)
+        layers = clip_gradients(self.shards(), self.mesh, self.settings.max_grad_norm, self.device)
+        norm = self.note_layers(layers)
         if self.optimizer and math.isfinite(norm):
             for group in self.optimizer.param_groups:  # the run's settings may differ from those in the checkpoint
                 group.update(lr=rate, betas=tuple(self.settings.betas),

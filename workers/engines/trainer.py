@@ -28,6 +28,8 @@ LossOf = Callable[[Tensor, Tensor, Batch], Tensor]
 responses, or [T, K] of the `candidates` of the micro-batch, and entropies [T]; a value head the values [T] before each
 token and the scores [B] of whole responses."""
 
+_MOST = 0.5  # share of the gradient's squared norm from which on a layer's is reported
+
 
 class Trainer(ABC):
     """One role's model, spread over the ranks of its layout. Methods are collective: every rank calls them with the
@@ -41,6 +43,7 @@ class Trainer(ABC):
     def __init__(self, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int):
         self.settings, self.mesh, self.pad_token, self.steps = settings, mesh, pad_token, steps
         self.device, self.shape = device_of(mesh), None
+        self.layer_shares: dict[str, float] = {}  # metrics of the step's gradient
         self.shape: Shape | None  # of a model whose FLOPs are known
         self.peak = peak_of(torch.cuda.get_device_name()) if mesh.device_type == "cuda" else None
 
@@ -72,7 +75,8 @@ class Trainer(ABC):
 
     def update(self, batch: Batch, loss_of: LossOf, temperature: float, step: int,
                together: bool = False) -> dict[str, float]:
-        """Take one optimizer step; return `grad_norm` before clipping and `learning_rate`.
+        """Take one optimizer step; return `grad_norm` before clipping, `learning_rate`, and the share of a layer that
+        has most of the gradient.
 
         `batch` has this rank's rows: `prompts`, `responses`, perhaps `images`, `routed_experts` and `candidates` (other
         tokens, [K] at each place of a response, whose log-probabilities are wanted), and what `loss_of` needs, whose
@@ -103,7 +107,7 @@ class Trainer(ABC):
             raise EngineError(f"the gradient norm of optimizer step {step + 1} is {norm}; the weights are left as they "
                               "were. Look at the rewards and log-probabilities of this step, or lower learning_rate.")
         self.version += 1
-        return {"grad_norm": norm, "learning_rate": rate}
+        return {"grad_norm": norm, "learning_rate": rate, **self.layer_shares}
 
     @abstractmethod
     def zero_grad(self) -> None:
@@ -116,6 +120,13 @@ class Trainer(ABC):
     @abstractmethod
     def _step(self, rate: float) -> float:
         """Clip the gradient and apply it, unless its norm is not finite; return its norm before clipping."""
+
+    def note_layers(self, squares: Mapping[str, float]) -> float:
+        """Note the layer whose gradient is most of all; return the norm of all. `squares`: of norms, by layer."""
+        total = sum(squares.values())
+        shares = {layer: each / total for layer, each in squares.items() if each > _MOST * total}
+        self.layer_shares = {f"gradient/share_of_layer/{layer}": share for layer, share in shares.items()}
+        return math.sqrt(total)
 
     @abstractmethod
     def export(self, dtype: torch.dtype | None = None,

@@ -30,6 +30,8 @@ from workers.engines.role_engines import RoleEngines
 from workers.functions.aggregation import trained_mask
 from workers.functions.kl import LOG_RATIO_LIMIT, kl_estimate
 
+_UNLIKELY = -1.0  # a token that the trainer finds less probable was not sampled with a probability of 1
+
 
 class Mismatch:
     """Metrics of the step's first optimizer step, whose weights are those that sampled: see `docs/metrics.md`."""
@@ -46,6 +48,7 @@ class Mismatch:
         metrics = current()
         metrics.mean_of("mismatch/logprob_mean", difference_T.abs())
         late_T = difference_T.abs() * _in_second_half(lengths_B, len(difference_T))
+        metrics.mean_of("mismatch/unsampled", (rollout_T == 0) & (logprobs_T < _UNLIKELY))
         metrics.mean("mismatch/logprob_late", late_T.sum(), (lengths_B // 2).sum())
         metrics.maximum("mismatch/logprob_max", difference_T.abs().max() if len(difference_T) else 0.0)
         metrics.mean_of("mismatch/kl", kl_estimate(rollout_T.double(), logprobs_T.detach().double(), "k3"))

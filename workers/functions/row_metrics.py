@@ -44,6 +44,16 @@ def _report_rewards(rewards_B: Tensor, group: Tensor, responses: ColumnData | No
             spread = (a_B.square().sum() * b_B.square().sum()).sqrt()
             if spread > 1e-9:
                 current().mean(name, (a_B * b_B).sum() / spread * len(group), len(group))
+    if isinstance(advantages, Tensor) and len(advantages) == len(group):  # those of tokens may be centred otherwise
+        _report_baseline(advantages.double(), group)
+
+
+def _report_baseline(advantages_B: Tensor, group: Tensor) -> None:
+    """Report how much of the advantages is common to all rows of a prompt: of its baseline, not of its rows."""
+    total = advantages_B.square().sum()
+    if total > 1e-9:
+        within = _centred(advantages_B, group).square().sum()
+        current().mean("advantages/of_prompts", (1 - within / total) * len(group), len(group))
 
 
 def _of_rows(advantages: ColumnData | None) -> Tensor | None:

@@ -141,6 +141,7 @@ def policy_update(
     per_token = _token_advantages(engine, advantages, mask, normalize)
     if versions is not None:
         report_staleness(engine, versions, mask)
+    _report_ends(mask)
     columns = {"prompts": prompts, "responses": responses, "behaviour": rollout_logprobs, "mask": mask,
                "old": rollout_logprobs if actor_logprobs is None else actor_logprobs, "advantages": per_token,
                "reference": reference_logprobs, "importance": importance, "images": images,
@@ -155,6 +156,14 @@ def policy_update(
         chosen = high_entropy(engine, chosen, entropy_quantile) if entropy_quantile else chosen
         optimize(engine, chosen if kl or entropy or own else _with_gradient(chosen), objective)
         objective.end_step(engine)
+
+
+def _report_ends(mask: Ragged) -> None:
+    """Report how many of the rows that are trained are not trained to end: their last token is masked."""
+    trained_B = torch.zeros(len(mask), dtype=torch.bool)
+    trained_B[mask.row_of[mask.values]] = True
+    last_B = mask.values[mask.offsets[1:][trained_B] - 1]
+    current().mean("response/end_untrained", (~last_B).sum(), len(last_B))
 
 
 def _token_advantages(engine: RoleEngines, advantages: Tensor | Ragged, mask: Ragged, normalize: str) -> Ragged:
