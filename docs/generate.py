@@ -1,6 +1,7 @@
 """Write docs/run_file.md, the reference of the run file's keys, from distflow/config/run.py; dags/schema/, the JSON
 schemas of what users write; docs/algorithms/, a page of each shipped DAG with its curve; docs/models.md, what becomes
-of each family of models, from benchmarks/results/families.json: `make docs`.
+of each family of models, from benchmarks/results/families.json; docs/pictures/healthy.svg, curves of recorded runs with
+and without faults: `make docs`.
 
 A key's kind, bounds and default are those of its pydantic model; what it means is the text below the field.
 """
@@ -27,6 +28,7 @@ from distflow.config.yaml_source import Document  # noqa: E402 - needs the path 
 PAGE, SCHEMAS = ROOT / "docs/run_file.md", ROOT / "dags/schema"
 MODELS, FAMILIES = ROOT / "docs/models.md", ROOT / "benchmarks/results/families.json"
 ALGORITHMS, CURVES = ROOT / "docs/algorithms", ROOT / "benchmarks/results/algorithms.json"
+HEALTH, FAULTS = ROOT / "docs/pictures/healthy.svg", ROOT / "benchmarks/results/learning_faults.json"
 HEAD = """# The run file
 
 <!-- Made by `make docs` from distflow/config/run.py: change it there. -->
@@ -172,6 +174,38 @@ def curve_picture(curves: dict[str, dict[str, float]]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+_PANELS = (("reward/mean", "rate_too_high", "a rate far too high"),
+           ("policy/entropy", "entropy_explosion", "entropy grows"),
+           ("reward/zero_std_groups", "no_signal", "problems too hard"),
+           ("response/truncated", "truncation", "max_new_tokens too short"),
+           ("policy/kl_reference", "kl_runs_off", "no KL, a high rate"),
+           ("mismatch/logprob_mean", "mismatch", "the rollout is another policy"))
+_ACROSS, _DOWN = 300, 170  # pixels of a panel
+
+
+def health_picture() -> str:
+    """Return an SVG of a healthy run's metrics, each next to those of a run with a fault."""
+    runs = json.loads(FAULTS.read_text())
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {3 * _ACROSS} {2 * _DOWN}" '
+             'font-family="sans-serif" font-size="12" fill="#808080">']
+    for place, (metric, fault, words) in enumerate(_PANELS):
+        left, top = place % 3 * _ACROSS + 40, place // 3 * _DOWN + 40
+        curves = {color: runs[run]["series"][metric][:32] for color, run in
+                  (("#4a7fd6", "healthy/grpo-1"), ("#d64a4a", f"grpo/{fault}"))}
+        highest = max(value for curve in curves.values() for value in curve)
+        parts.append(f'<text x="{left}" y="{top - 24}">{metric}</text>'
+                     f'<text x="{left}" y="{top - 9}" fill="#d64a4a">{words}</text>'
+                     f'<text x="{left - 5}" y="{top + 5}" text-anchor="end">{highest:.2g}</text>'
+                     f'<text x="{left - 5}" y="{top + 104}" text-anchor="end">0</text>'
+                     f'<path d="M{left} {top}V{top + 100}H{left + 240}" fill="none" stroke="#808080" '
+                     f'stroke-opacity="0.4"/><text x="{left + 240}" y="{top + 115}" text-anchor="end">step 32</text>')
+        for color, curve in curves.items():
+            points = " ".join(f"{left + 240 * step / 31:.1f},{top + 100 * (1 - value / highest):.1f}"
+                              for step, value in enumerate(curve))
+            parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="2" points="{points}"/>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
 BOUND, LOOSE = 2e-5, 2e-4
 """Largest differences that are rounding, relative to the largest value: of log-probabilities, and of gradients and
 models of which one token at a time is computed by another formula than many."""
@@ -290,6 +324,7 @@ def judged(family: dict[str, Any], check: str) -> str:
 if __name__ == "__main__":
     PAGE.write_text(page())
     MODELS.write_text(models_page())
+    HEALTH.write_text(health_picture())
     ALGORITHMS.mkdir(exist_ok=True)
     for name, text in algorithm_pages().items():
         (ALGORITHMS / name).write_text(text)

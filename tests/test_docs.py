@@ -28,6 +28,10 @@ def test_the_pages_of_algorithms_are_made_from_the_dags_as_they_are():
     assert {f"{file.stem}.md" for file in (ROOT / "dags").glob("*.yaml")} <= made.keys()
 
 
+def test_the_picture_of_healthy_metrics_is_made_from_the_recorded_runs():
+    assert generate.HEALTH.read_text() == generate.health_picture(), "it is stale. Make it again:  make docs"
+
+
 @pytest.mark.parametrize(("place", "kind"), DOCUMENTS, ids=[place or "run" for place, _ in DOCUMENTS])
 def test_each_key_is_described_below_its_field(place, kind):
     assert [name for name in kind.model_fields if not generate.descriptions(kind).get(name, "").strip()] == []
