@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from jinja2 import TemplateError
+from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config.run import Data
@@ -35,7 +36,7 @@ from distflow.plan import Layout, Plan
 from distflow.telemetry.metrics import current
 from workers.engines.chat import ImitatedTokens, imitated_tokens, prompt_tokens, require_template
 from workers.engines.role_engines import RoleEngines
-from workers.engines.vision import ImageProcessor
+from workers.engines.vision import LibraryProcessor, Processor
 
 PLACEHOLDER = "<image>"  # stands for an image in a question
 NO_IMAGE = Ragged(Ragged(torch.empty(0, 3, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)),
@@ -45,20 +46,19 @@ NO_IMAGE = Ragged(Ragged(torch.empty(0, 3, dtype=torch.uint8), torch.empty(0, dt
 @dataclass(frozen=True)
 class ImageEncoder:
 
-    image_processor: ImageProcessor
-    token: int  # the prompt has it once for each token of an image
+    image_processor: Processor
+    token: int  # what a chat template writes in place of an image
     folder: Path  # paths in the data are relative to it
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase, data: Data, records: list[Record]) -> tuple[Ragged, Ragged]:
         """Return the questions by the chat template, and the images as lines of pixels [width, 3] (uint8)."""
         prompts, pixels = [], []
         for record in records:
-            images = [self.image_processor.pixels(image)
-                      for image in open_images(record, data.images or "", self.folder)]
+            images = open_images(record, data.images or "", self.folder)
             messages = _with_image_parts(messages_of(record, data), len(images))
             prompt = prompt_tokens(tokenizer, messages, tools_of(record, data), **data.for_template)
             prompts.append(torch.tensor(self._spread(prompt, images, data.max_prompt_tokens)))
-            pixels.append(Ragged.from_rows(images) if images else NO_IMAGE)
+            pixels.append(Ragged.from_rows([*map(self.image_processor.pixels, images)]) if images else NO_IMAGE)
         return Ragged.from_rows(prompts), Ragged.from_rows(pixels)
 
     def too_long(self, tokenizer: PreTrainedTokenizerBase, data: Data, record: Record) -> bool:
@@ -69,16 +69,19 @@ class ImageEncoder:
             return True
         messages = _with_image_parts(messages_of(record, data), len(images))
         text = len(prompt_tokens(tokenizer, messages, tools_of(record, data), **data.for_template))
-        added = sum(self.image_processor.tokens_of(image.height, image.width) - 1 for image in images)
+        added = sum(len(span) - 1 for span in self._spans(images))
         return text + added > data.max_prompt_tokens
 
-    def _spread(self, prompt: list[int], images: list[Ragged], longest: int) -> list[int]:
+    def _spans(self, images: list[Image.Image]) -> list[list[int]]:
+        return self.image_processor.spans(images, self.token) if images else []
+
+    def _spread(self, prompt: list[int], images: list[Image.Image], longest: int) -> list[int]:
         count = sum(token == self.token for token in prompt)
         if count != len(images):
             raise InvalidInput(f"the chat template has {count} places for the {len(images)} images of a question. "
                                'Take the model\'s own, which turns {"type": "image"} into one token')
-        counts = iter([self.image_processor.tokens(image) for image in images])
-        result = [token for each in prompt for token in ([each] * next(counts) if each == self.token else [each])]
+        spans = iter(self._spans(images))
+        result = [token for each in prompt for token in (next(spans) if each == self.token else [each])]
         if len(result) > longest:
             raise InvalidInput(f"a prompt with {len(images)} images has {len(result):,} tokens, more than "
                                f"data.max_prompt_tokens ({longest:,}), and images cannot be cut. Raise it, or shrink "
@@ -89,8 +92,10 @@ class ImageEncoder:
 def image_encoder_of(role: RoleEngines, data: Data, path: Path) -> ImageEncoder | None:
     if data.images is None:
         return None
-    assert role.image_processor, "the planner refuses images for a model without an image processor"
-    return ImageEncoder(role.image_processor, role.config.image_token_id, path.parent)
+    processor = role.image_processor
+    assert processor, "a model that is loaded for images has their processor"
+    token = processor.token if isinstance(processor, LibraryProcessor) else role.config.image_token_id
+    return ImageEncoder(processor, token, path.parent)
 
 
 def _with_image_parts(messages: list[Message], images: int) -> list[Message]:

@@ -35,7 +35,7 @@ from distflow.errors import Diagnostic, InvalidInput, Location, shown
 from distflow.telemetry import events
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.value import with_value_head
-from workers.engines.vision import ImageProcessor, attach_images
+from workers.engines.vision import ImageProcessor, LibraryProcessor, attach_images
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*",
                     "merges.txt", "*.model", "tekken.json", "additional_chat_templates/*")
@@ -51,7 +51,10 @@ def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedM
     model."""
     tokenizer = load_tokenizer(spec, model)
     if folder := source_folder(spec, model):
-        return attach_images(_load_folder(folder, head), ImageProcessor.read(folder)), tokenizer
+        loaded, processor = _load_folder(folder, head), ImageProcessor.read(folder)
+        if spec.run.data.images is not None and processor is None:
+            processor = LibraryProcessor.read(folder, loaded.config.model_type, tokenizer)
+        return attach_images(loaded, processor), tokenizer
     sizes = {**model.model_dump(exclude={"path", "experts", "experts_per_token"}), "mixture": model.mixture}
     ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
     built = build_model(len(tokenizer), spec.run.seed, **sizes, **ids)

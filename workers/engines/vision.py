@@ -1,26 +1,39 @@
-"""Images for models of the Qwen-VL family (Wang et al. 2024; Bai et al. 2025): pixels, patches, tokens and positions.
+"""Images for models: pixels, the tokens that stand for them in a prompt, and the model's inputs.
 
-An image is stored and moved as resized uint8 pixels, an eighth of the size of its normalised float32 patches, which are
+    ImageProcessor     of the Qwen-VL family (Wang et al. 2024; Bai et al. 2025), with its patches and positions
+    LibraryProcessor   of any other family, by transformers' own processor
+
+An image is stored and moved as uint8 pixels, an eighth of the size of its normalised float32 patches, which are
 computed next to the model.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+import transformers
 from PIL import Image
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.processing_auto import (
+    PROCESSOR_MAPPING_NAMES,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from distflow.data.batch import Ragged
+from distflow.errors import InvalidInput
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
+_TEXT = ("input_ids", "attention_mask", "token_type_ids", "text_replacement_offsets")
+"""What a processor makes of a text; the rest is of its images."""
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
@@ -76,17 +89,12 @@ class ImageProcessor:
     def pixels(self, image: Image.Image) -> Ragged:
         """Resize an image; return its lines, each a row of pixels [width, 3] uint8."""
         height, width = self.size(image.height, image.width)
-        resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
-        values = torch.from_numpy(numpy.array(resized)).reshape(-1, 3)
-        return Ragged(values, torch.full((height,), width))
+        return _lines(image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC))
 
-    def tokens_of(self, height: int, width: int) -> int:
-        """Return the tokens of an image of this size, before it is resized."""
-        rows, columns = self.size(height, width)
-        return rows * columns // (self.patch * self.merge) ** 2
-
-    def tokens(self, image: Ragged) -> int:
-        return len(image.values) // (self.patch * self.merge) ** 2
+    def spans(self, images: list[Image.Image], token: int) -> list[list[int]]:
+        """Return the tokens in a prompt of each of its images, before they are resized."""
+        sizes = (self.size(image.height, image.width) for image in images)
+        return [[token] * (rows * columns // (self.patch * self.merge) ** 2) for rows, columns in sizes]
 
     def patches(self, image: Ragged) -> tuple[Tensor, tuple[int, int, int]]:
         """Return patches [N, 3 · frames · patch²] float32, ordered by token, and the grid (1, rows, columns)."""
@@ -97,6 +105,82 @@ class ImageProcessor:
         cut = pixels.view(rows // merge, merge, side, columns // merge, merge, side, 3)
         cut = cut.permute(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, 1, side * side)
         return cut.expand(-1, -1, self.frames, -1).reshape(rows * columns, -1), (1, rows, columns)
+
+    def inputs(self, rows: list[Ragged]) -> dict[str, Tensor]:
+        """Return the model's inputs for the images of some rows."""
+        patches, grids = zip(*(self.patches(image) for images in rows for image in images.rows))
+        return {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
+
+
+class LibraryProcessor:
+    """Processor of transformers: it resizes and cuts images next to the model, and says which tokens stand for them."""
+
+    def __init__(self, processor: Any, folder: Path):
+        self.processor, self.folder = processor, folder
+        self.token: int = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+        """What a chat template writes in place of an image."""
+
+    @classmethod
+    def read(cls, folder: Path, kind: str, tokenizer: PreTrainedTokenizerBase) -> LibraryProcessor:
+        """Read the processor of `model_type: kind` from a model folder. Raises InvalidInput: it cannot be had."""
+        files = [json.loads((folder / name).read_text(encoding="utf-8")) for name in reversed(_FILES)
+                 if (folder / name).is_file()]
+        try:
+            found = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(kind) or "", None)
+            if found is None or not files:
+                raise InvalidInput(f"{folder} has no image processor that transformers knows for `model_type: {kind}`. "
+                                   "Take a model with one, or leave `data.images` out")
+            takes = inspect.signature(found.__init__).parameters
+            given = {name: value for name, value in files[0].items() if name in takes and not isinstance(value, dict)}
+            still = type(found.__name__, (found,), {"check_argument_for_proper_class": _unchecked})
+            nothing = {name: None for name in ("video_processor", "feature_extractor") if name in takes}
+            images = AutoImageProcessor.from_pretrained(folder, backend="pil")
+            return cls(still(**given, **nothing, image_processor=images, tokenizer=tokenizer), folder)
+        except ImportError as error:
+            raise InvalidInput(f"the image processor of {folder} cannot be loaded: {error}") from None
+
+    def save(self, folder: Path) -> None:
+        for name in _FILES:
+            if (self.folder / name).is_file():
+                shutil.copyfile(self.folder / name, folder / name)
+
+    def pixels(self, image: Image.Image) -> Ragged:
+        """Return the lines of an image, each a row of pixels [width, 3] uint8."""
+        return _lines(image.convert("RGB"))
+
+    def spans(self, images: list[Image.Image], token: int) -> list[list[int]]:
+        """Return the tokens in a prompt of each of its images."""
+        (offsets,) = self._processed([[image.convert("RGB") for image in images]])["text_replacement_offsets"]
+        encode = self.processor.tokenizer.encode
+        return [encode(each["replacement"], add_special_tokens=False) for each in offsets]
+
+    def inputs(self, rows: list[Ragged]) -> dict[str, Tensor]:
+        """Return the model's inputs for the images of some rows."""
+        found = self._processed([[Image.fromarray(_square(image).numpy()) for image in images.rows] for images in rows])
+        return {name: value for name, value in found.items() if name not in _TEXT}
+
+    def _processed(self, rows: list[list[Image.Image]]) -> Any:
+        texts = [self.processor.image_token * len(images) for images in rows]
+        return self.processor(text=texts, images=rows, add_special_tokens=False, padding=True, return_tensors="pt",
+                              return_text_replacement_offsets=True)
+
+
+Processor = ImageProcessor | LibraryProcessor
+
+
+def _unchecked(_: Any, __: str, argument: Any) -> type:
+    """Stand in for a check that wants a processor of videos, which need packages of their own."""
+    return type(argument)
+
+
+def _lines(image: Image.Image) -> Ragged:
+    values = torch.from_numpy(numpy.array(image)).reshape(-1, 3)
+    return Ragged(values, torch.full((image.height,), image.width))
+
+
+def _square(image: Ragged) -> Tensor:
+    """Return the pixels [height, width, 3] of an image."""
+    return image.values.view(len(image), -1, 3)
 
 
 def same_as_previous(images: Ragged) -> Tensor:
@@ -113,38 +197,44 @@ def _equal(one: tuple[Tensor, ...] | None, other: tuple[Tensor, ...] | None) -> 
 
 def image_inputs(model: Any, images: Ragged) -> dict[str, Tensor]:
     """Return the model's inputs for the images of some prompts, in order; {} if they have none."""
-    if not len(images.values):
-        return {}
-    patches, grids = zip(*(model.image_processor.patches(image) for image in images.values.rows))
-    return {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
+    rows = [row for row in images.rows if len(row)]
+    return model.image_processor.inputs(rows) if rows else {}
 
 
 def with_dummy_image(model: Any, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Append a prompt with one black image token: every rank must compute gradients of the vision weights."""
+    """Append a prompt of one small black image: every rank must compute gradients of the vision weights."""
     prompts, lengths, *rest = inputs
-    image_processor = model.image_processor
-    side = image_processor.patch * image_processor.merge
-    dark = Ragged(torch.zeros(side * side, 3, dtype=torch.uint8), torch.full((side,), side))
+    image = Image.new("RGB", (32, 32))
+    (span,) = model.image_processor.spans([image], model.config.image_token_id)
+    prompts = nn.functional.pad(prompts, (max(len(span) - prompts.shape[1], 0), 0))
     dummy_prompt = prompts.new_zeros(1, prompts.shape[1])
-    dummy_prompt[0, -1] = model.config.image_token_id
-    column = Ragged(Ragged(dark, torch.tensor([side])), torch.tensor([1]))
-    with_dummy = (torch.cat([prompts, dummy_prompt]), torch.cat([lengths, lengths.new_ones(1)]), *rest)
-    return with_dummy, image_inputs(model, column)
+    dummy_prompt[0, -len(span) :] = torch.tensor(span)
+    with_dummy = (torch.cat([prompts, dummy_prompt]), torch.cat([lengths, lengths.new_full((1,), len(span))]), *rest)
+    return with_dummy, model.image_processor.inputs([Ragged.from_rows([model.image_processor.pixels(image)])])
 
 
 def position_inputs(model: Any, tokens: Tensor, mask: Tensor,
                     images: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
     """Return the model's inputs for positions and images of prompts [P, L], padded on the left, and the position [P] of
-    the token after each: with images there are fewer positions than tokens (M-RoPE, Wang et al. 2024, §2.1)."""
+    the token after each: in the Qwen-VL family images have fewer positions than tokens (M-RoPE, Wang et al. 2024,
+    §2.1)."""
     positions, lengths = (mask.cumsum(1) - 1).clamp(min=0), mask.sum(1)
     if not images:
         return {"position_ids": positions}, lengths
     kinds = torch.eq(tokens, model.config.image_token_id).int()
+    if not hasattr(model.base_model, "get_rope_index"):
+        seen = {"token_type_ids": kinds} if "token_type_ids" in _takes(type(model.base_model)) else {}
+        return {"position_ids": positions, **seen, **images}, lengths
     positions, shift = model.base_model.get_rope_index(tokens, mm_token_type_ids=kinds, attention_mask=mask,
                                                        image_grid_thw=images["image_grid_thw"])
     return {"position_ids": positions, **images}, lengths + shift.squeeze(1)
 
 
-def attach_images(model: PreTrainedModel, image_processor: ImageProcessor | None) -> PreTrainedModel:
+@functools.cache
+def _takes(kind: type[nn.Module]) -> frozenset[str]:
+    return frozenset(inspect.signature(kind.forward).parameters)
+
+
+def attach_images(model: PreTrainedModel, image_processor: Processor | None) -> PreTrainedModel:
     vars(model)["image_processor"] = image_processor
     return model

@@ -46,6 +46,7 @@ from workers.engines.chat import (
     render_prompt,
     render_whole,
 )
+from workers.engines.vision import ImageProcessor
 from workers.preflight.proofs import FailedProof, FirstRecords, shortened
 from workers.preflight.rewards import prove_behind
 
@@ -64,9 +65,11 @@ def prove_tokens(spec: Spec, tokenizer: PreTrainedTokenizerBase, vocabulary: int
 
 def prove_pictures(spec: Spec, tokenizer: PreTrainedTokenizerBase, encoder: ImageEncoder,
                    sets: Sequence[FirstRecords]) -> Iterator[FailedProof]:
-    with TemporaryDirectory() as folder:
-        encoder.image_processor.save(Path(folder))
-        processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    processor = None
+    if isinstance(encoder.image_processor, ImageProcessor):
+        with TemporaryDirectory() as folder:
+            encoder.image_processor.save(Path(folder))
+            processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     for records in sets:
         beside = replace(encoder, folder=Path(records.location(0).file).parent)
         wrong, large = dict[int, str](), list[int]()
@@ -88,10 +91,12 @@ def prove_pictures(spec: Spec, tokenizer: PreTrainedTokenizerBase, encoder: Imag
 def _other_pictures(data: Data, tokenizer: PreTrainedTokenizerBase, encoder: ImageEncoder, processor: Any,
                     row: Record) -> str:
     """Return how the pictures of a record have other tokens in its prompt than the image processor says; "" if not."""
+    prompts, _ = encoder.prompts(tokenizer, data, [row])
+    if processor is None:  # it has made them
+        return ""
     images = [image.convert("RGB") for image in open_images(row, data.images or "", encoder.folder)]
     grids = processor(images=images, return_tensors="pt")["image_grid_thw"].tolist() if images else []
     wanted = sum(math.prod(grid) // processor.merge_size**2 for grid in grids)
-    prompts, _ = encoder.prompts(tokenizer, data, [row])
     had = int((prompts.values == encoder.token).sum())
     return "" if had == wanted else f"its {len(images)} pictures have {had:,} tokens, and {wanted:,} by the model's " \
         "image processor"

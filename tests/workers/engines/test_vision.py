@@ -51,9 +51,10 @@ def examples() -> tuple[Ragged, Ragged]:
     images = [EMBEDDED_IMAGE_PROCESSOR.pixels(picture(*size, seed)) for seed, size in enumerate(SIZES)]
     rows = [images[:1], images[1:2] + images[3:4], images[2:3], []]
     texts = [torch.tensor([7, 8]), torch.tensor([9, 10, 11]), torch.tensor([7, 8]), torch.tensor([12, 13, 14, 15])]
-    tokens_of = EMBEDDED_IMAGE_PROCESSOR.tokens
-    prompts = [torch.cat([*(torch.tensor([6] + [IMAGE_ID] * tokens_of(image)) for image in row), text])
-               for row, text in zip(rows, texts)]
+    shown = [[picture(*SIZES[index], 0) for index in row] for row in ((0,), (1, 3), (2,), ())]
+    spans = [[[6, *span] for span in EMBEDDED_IMAGE_PROCESSOR.spans(row, IMAGE_ID)] for row in shown]
+    prompts = [torch.cat([*map(torch.tensor, row), text])
+               for row, text in zip(spans, texts)]
     return Ragged.from_rows(prompts), Ragged.from_rows([Ragged.from_rows(row) if row else NO_IMAGE for row in rows])
 
 
@@ -80,7 +81,7 @@ def test_patches_are_those_of_the_library(tmp_path, image_processor, size):
     ours = image_processor.pixels(picture(*size, 0))
     patches, grid = image_processor.patches(ours)
     assert grid == tuple(theirs["image_grid_thw"][0].tolist())
-    assert image_processor.tokens(ours) == grid[1] * grid[2] // image_processor.merge**2
+    assert len(image_processor.spans([picture(*size, 0)], 7)[0]) == grid[1] * grid[2] // image_processor.merge**2
     assert torch.allclose(patches, theirs["pixel_values"], atol=1e-5)
 
 
