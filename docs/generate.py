@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 from distflow.cli.json_schema import KINDS, descriptions, schema  # noqa: E402 - needs the path above
 from distflow.config.run import Run  # noqa: E402
 from distflow.config.yaml_source import Document  # noqa: E402 - needs the path above
+from workers.engines.rounding import LOOSE_SHARE, SHARE  # noqa: E402
 
 PAGE, SCHEMAS = ROOT / "docs/run_file.md", ROOT / "dags/schema"
 MODELS, FAMILIES = ROOT / "docs/models.md", ROOT / "benchmarks/results/families.json"
@@ -206,9 +207,6 @@ def health_picture() -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-BOUND, LOOSE = 2e-5, 2e-4
-"""Largest differences that are rounding, relative to the largest value: of log-probabilities, and of gradients and
-models of which one token at a time is computed by another formula than many."""
 _ASKED = "--set roles.actor.model=FOLDER: role `actor`: "  # how a message of planning begins
 _COUNT = 0.01  # by which planning may be wrong
 _CHECKS = ("trained", "sampled", "merged", "planned", "proved")
@@ -218,7 +216,7 @@ _MODELS = """# Models
 
 {right} of the {language} decoder-only language models of transformers {transformers} train and sample right: look for
 your `model_type` below. A family that cannot is refused when it is planned, by the proofs of a run's start, or when
-its model is saved and read back; {wrong} end with an error of the library before the first step.
+its model is saved and read back.
 
 | way | why | families |
 |---|---|---|
@@ -257,8 +255,8 @@ def models_page() -> str:
     verdicts = [verdict(each) for each in language.values()]
     others = {name: each for name, each in families.items() if name not in language}
     return _MODELS.format(
-        right=verdicts.count("right"), language=len(language), transformers=data["transformers"], bound=BOUND,
-        loose=LOOSE, count=_COUNT, wrong=len(language) - verdicts.count("right") - verdicts.count("refused"),
+        right=verdicts.count("right"), language=len(language), transformers=data["transformers"], bound=SHARE,
+        loose=LOOSE_SHARE, count=_COUNT,
         ways=_grouped({name: each for name, each in language.items() if "way" in each["trained"]}, _way),
         exceptions=_exceptions(language),
         others=_grouped(others, lambda each: (each["kind"], verdict(each))))
@@ -315,8 +313,8 @@ def judged(family: dict[str, Any], check: str) -> str:
     if "parameters" in found:
         known, counted = found["parameters"], found["counted"]
         return "unknown" if counted is None else "right" if abs(counted - known) <= _COUNT * known else "wrong"
-    bound = BOUND if family.get("trained", {}).get("way") == "own" else LOOSE
-    wrong = any(value > (LOOSE if name == "gradients" else bound) for name, value in found.items()
+    bound = SHARE if family.get("trained", {}).get("way") == "own" else LOOSE_SHARE
+    wrong = any(value > (LOOSE_SHARE if name == "gradients" else bound) for name, value in found.items()
                 if isinstance(value, float))
     return "wrong" if wrong or "lost" in found else "right"
 

@@ -11,7 +11,7 @@ from distflow.plan import Plan
 from distflow.telemetry import timeline
 from distflow.weights.fingerprint import fingerprint_of
 from distflow.weights.publisher import Publisher
-from workers.engines.devices import is_half
+from workers.engines.devices import dtype_of
 from workers.engines.role_engines import RoleEngines
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.weight_updates import WeightUpdates
@@ -55,7 +55,7 @@ class WeightPublication:
 
 
 def _rollout_dtype(role: RoleEngines) -> torch.dtype:
-    return torch.bfloat16 if is_half(role.settings, role.engine.mesh.device_type) else torch.float32
+    return dtype_of(role.settings, role.engine.mesh.device_type)
 
 
 def load_if_newer(updates: WeightUpdates | None, on_new_weights: str, engine: SharedEngine) -> None:

@@ -30,8 +30,10 @@ def why_refused(config: dict[str, Any], valued: bool) -> str:
         return f"`{kind}` is an encoder and a decoder, and rows here are read by a decoder alone"
     if kind not in _types("CAUSAL_LM") | _types("IMAGE_TEXT_TO_TEXT"):
         return f"transformers has no causal language model of `model_type: {kind}`"
-    if kind in _types("MASKED_LM") and not config.get("is_decoder"):
+    if kind in _types("MASKED_LM") | {"bert-generation"} and not config.get("is_decoder"):
         return f"`{kind}` is an encoder, whose tokens see those after them (is_decoder: false)"
+    if kind == "cpmant":
+        return f"`{kind}` takes each token 0 for padding on the left, and rows here are padded on the right"
     return ""
 
 

@@ -89,6 +89,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
                        "indexer_compress_ratio": 4, "output_gate_type": "sigmoid", "hc_lowrank": 16},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "roc_bert": {"pronunciation_vocab_size": 9, "shape_vocab_size": 9},
+    "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4, "n_mamba_heads": 8},
@@ -141,9 +142,10 @@ def build(family: str, seed: int = 0) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(tiny(family), attn_implementation="eager", dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     persistent = model.state_dict()
+    tables = {name for name, buffer in model.named_buffers() if buffer.any()}  # made of the configuration
     with torch.no_grad():
         for name, weight in [*model.named_parameters(), *model.named_buffers()]:
-            if name not in persistent or not weight.is_floating_point():
+            if name not in persistent or not weight.is_floating_point() or name in tables:
                 continue
             noise = torch.randn(weight.shape, generator=generator)
             if weight.ndim > 1:

@@ -21,6 +21,7 @@ from distflow.config.run import Lora
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
 from workers.engines.adapters import attach
+from workers.engines.rounding import ROUNDING
 
 pytest.importorskip("vllm")
 
@@ -62,7 +63,7 @@ def test_it_draws_the_tokens_that_transformers_draws(vllm, mesh, prompts, temper
     theirs, ours = (engine.generate(prompts, 8, ids, key=12, temperature=temperature) for engine in (vllm, hf))
     assert theirs.tokens.values.tolist() == ours.tokens.values.tolist()
     assert theirs.finished.tolist() == ours.finished.tolist()
-    assert torch.allclose(theirs.logprobs.values, ours.logprobs.values, rtol=0, atol=2e-5)
+    assert torch.allclose(theirs.logprobs.values, ours.logprobs.values, rtol=0, atol=ROUNDING[4].token)
 
 
 def test_sessions_of_several_temperatures_share_a_batch(vllm, prompts):
@@ -139,7 +140,7 @@ def test_adapters_alone_come_and_give_what_transformers_gives(mesh, prompts):
             theirs, ours = (each.generate(prompts, 2, ids, key=12) for each in (engine, build("hf", mesh, model)))
             assert theirs.tokens.values.tolist() == ours.tokens.values.tolist()
             assert theirs.versions.values.unique().tolist() == [version]
-            assert torch.allclose(theirs.logprobs.values, ours.logprobs.values, rtol=0, atol=2e-5)
+            assert torch.allclose(theirs.logprobs.values, ours.logprobs.values, rtol=0, atol=ROUNDING[4].token)
     with pytest.raises(EngineError, match="as a whole"):
         engine.load([*adapters.items()][1:], version=3)
     engine.sleep()
@@ -217,14 +218,14 @@ def test_a_run_is_the_same_with_either_engine_and_split(workspace):
     """The algorithm does not know: the same samples in every step, which follow from the same weights."""
     ours = run(workspace, 1, "ours", "hf")
     adapted = run(workspace, 1, "adapted", "vllm", "", "roles.actor.lora={rank: 4}")
-    assert all(line["mismatch/logprob_max"] < 2e-5 for line in adapted.values())
+    assert all(line["mismatch/logprob_max"] < ROUNDING[4].token for line in adapted.values())
     assert 0 < adapted[3]["weights/bytes"] < ours[3]["weights/bytes"] / 4
     alone, split = run(workspace, 1, "alone", "vllm"), run(workspace, 2, "split", "vllm", SPLIT)
     for step, line in ours.items():
         for other in (alone, split):
             assert other[step]["response/fingerprint"] == line["response/fingerprint"]
             assert other[step]["loss"] == pytest.approx(line["loss"], abs=1e-4)
-            assert other[step]["mismatch/logprob_max"] < 2e-5
+            assert other[step]["mismatch/logprob_max"] < ROUNDING[4].token
 
 
 def test_those_that_train_sample_too_with_a_model_over_two_ranks(workspace):

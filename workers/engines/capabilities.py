@@ -66,7 +66,7 @@ class Capabilities:
 
 
 def prepare(model: PreTrainedModel) -> Capabilities:
-    """Set how the model computes, and return what it has earned."""
+    """Set how a model computes that has just been loaded, and return what it has earned. It may be called again."""
     if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
         model.base_model_prefix = "model"  # some classes name another
     found = Capabilities.of(model)
@@ -235,8 +235,12 @@ def _separate_rows(model: nn.Module) -> None:
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
-        if any(kind in _VARYING for kind in kinds):
+        if any(kind in _VARYING for kind in kinds) and not isinstance(module, _RowsApart):
             module.__class__ = _separated(type(module))
+
+
+class _RowsApart:
+    """Mark of rotary embeddings that take each row for itself."""
 
 
 @functools.cache
@@ -249,7 +253,7 @@ def _separated(kind: type[nn.Module]) -> type[nn.Module]:
             parts.append(kind.forward(self, x[: len(rows)], rows, *more, **named))
         return tuple(torch.cat(each) for each in zip(*parts))
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return type(kind.__name__, (_RowsApart, kind), {"forward": forward, "__module__": kind.__module__})
 
 
 def _forget_longer(module: Any) -> None:

@@ -28,7 +28,7 @@ from distflow.data.batch import Ragged
 from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
 from distflow.weights.fingerprint import Sums, sums_of
-from workers.engines.capabilities import Capabilities, bound_time_steps
+from workers.engines.capabilities import bound_time_steps, prepare
 from workers.engines.chat import pad_token
 from workers.engines.decode_graph import DecodeGraph, can_be_captured
 from workers.engines.devices import dtype_of
@@ -58,7 +58,7 @@ class HFRollout(Rollout):
         self.generation, self.pad_token = generation, pad_token
         self.end_tokens = torch.tensor(end_tokens, device=model.device)
         self.dtype, self.shared = model.dtype, set(shared)
-        self.plain = Capabilities.of(model).plain  # why rows cannot share slots
+        self.plain = prepare(model).plain  # why rows cannot share slots
         self.captures = generation.cuda_graphs and model.device.type == "cuda" and can_be_captured(model)
         self.wakes = 0  # how often the weights have got new places
         if self.plain and generation.routing_replay:
@@ -335,6 +335,10 @@ class HFSession(TransformersSession):
         inputs, following = position_inputs(self.model, tokens[with_images], mask.long(), images)
         for index, shift in zip(with_images, (following - lengths).tolist()):
             shifts[index] = shift
+        if inputs["position_ids"].ndim == 2:
+            if "token_type_ids" in inputs:
+                inputs["token_type_ids"] = torch.eq(tokens, self.model.config.image_token_id).int()
+            return {**inputs, "position_ids": positions}, shifts
         every = positions.expand(3, *positions.shape).clone()
         every[:, with_images] = inputs["position_ids"]
         return {**inputs, "position_ids": every}, shifts

@@ -23,11 +23,10 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
 from workers.engines.rollout import Rollout, SampledRow
+from workers.engines.rounding import ROUNDING
 from workers.engines.sampling import TokenLimits
 from workers.engines.turns import PREFILL_TOKENS, TransformersSession, Turns, last_place
 
-_ROUNDING, _ROUNDING_OF_HALVES = 3e-5, 0.05
-"""Mean difference between log-probabilities of the same tokens, of 4 bytes and of 2."""
 _FRACTION = 8
 """A cohort begins once an eighth of the batch is free, or as much as its first prompt's rows need."""
 
@@ -182,7 +181,7 @@ def keeps_rows(model: PreTrainedModel) -> bool:
         stepwise.append(reader.read(tokens[order, column : column + 1]))
     whole = other.forward(tokens[order], 0, use_cache=False).logits[:, first:]
     difference = (torch.stack(stepwise, 1).float().log_softmax(-1) - whole.float().log_softmax(-1)).abs().mean()
-    return bool(difference <= (_ROUNDING if model.dtype.itemsize >= 4 else _ROUNDING_OF_HALVES))
+    return bool(difference <= ROUNDING[model.dtype.itemsize].again)
 
 
 def _tensors(kept: Any) -> Iterator[Tensor]:

@@ -22,7 +22,7 @@ from transformers import Cache, PreTrainedModel
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
 from workers.engines.attention import NAME, NO_MASK
-from workers.engines.capabilities import Capabilities, head_is_alone
+from workers.engines.capabilities import head_is_alone, prepare
 from workers.engines.context_parallel import ContextParallelCache
 from workers.engines.devices import on_device
 from workers.engines.packing import Packing
@@ -56,7 +56,7 @@ class SharedPrompt(nn.Module):
     def __init__(self, model: PreTrainedModel, chunks: int = 4, context: ContextParallelCache | None = None):
         super().__init__()
         self.model, self.chunks, self.context = model, chunks, context
-        self.capabilities = Capabilities.of(model)
+        self.capabilities = prepare(model)
         self.packs = context is None and self.capabilities.packs and model.config._attn_implementation == NAME
         self.balance: RouterBalance | None = None  # set where a load-balancing loss is asked for
 

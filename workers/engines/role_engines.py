@@ -29,9 +29,8 @@ from distflow.telemetry import events
 from distflow.telemetry.files import replacing_folder
 from distflow.telemetry.metrics import current
 from workers.engines import engine_class
-from workers.engines.capabilities import prepare
 from workers.engines.chat import answer_tokens, end_tokens, pad_token, sampled_text
-from workers.engines.devices import convert, device_of, dimension, dtype_of, fuse_norms, is_half
+from workers.engines.devices import convert, device_of, dimension, dtype_of, fuse_norms
 from workers.engines.loading import generation_config_of, load_model, save_tokenizer, source_folder
 from workers.engines.rollout import AbsentRollout, Rollout, SampledRow, Sampler, Samples, Session, StopStrings, TurnLog
 from workers.engines.routing import Routing, without_router_logits
@@ -39,7 +38,7 @@ from workers.engines.sampling import TokenLimits, key_of
 from workers.engines.saved_model import ModelDamaged, ModelWriter, Rows, SavedTensors, check_rows
 from workers.engines.swap import EngineSwap
 from workers.engines.trainer import LossOf, Trainer
-from workers.engines.vision import ImageProcessor
+from workers.engines.vision import Processor
 from workers.engines.weight_route import WeightRoute
 
 disable_progress_bar()
@@ -62,7 +61,7 @@ class RoleEngines:
         trained, self.head = spec.dag.roles[name].trained, spec.dag.roles[name].head
         self.name, self.tokenizer, self.settings = name, tokenizer, settings
         self.config = model.config
-        self.image_processor: ImageProcessor | None = getattr(model, "image_processor", None)
+        self.image_processor: Processor | None = getattr(model, "image_processor", None)
         self.has_others = sum(role.trained for role in spec.dag.roles.values()) > 1  # that are trained
         self.seed, self.step, self.stream = spec.run.seed, 0, stream
         self.draw = 0  # of prompts; it is the step's number unless a filter draws again
@@ -75,7 +74,6 @@ class RoleEngines:
         here = meshes.rollout or meshes.trainer
         device = here.device_type if here else "cpu"
         self.writer = meshes.layout.active_ranks[0]  # rank that writes the trained model
-        prepare(model)
         without_router_logits(model)
         if device == "cuda" and not (meshes.trainer and dimension(meshes.trainer, "tp") > 1):
             fuse_norms(model)
@@ -272,8 +270,8 @@ class RoleEngines:
             if self.image_processor:
                 self.image_processor.save(partial)
             if checks:
-                half = is_half(self.settings, self.engine.device.type)
-                found = self._files.check(partial, saved, rows, numbers, torch.bfloat16 if half else torch.float32)
+                dtype = dtype_of(self.settings, self.engine.device.type)
+                found = self._files.check(partial, saved, rows, numbers, dtype)
                 events.record("model_checked", role=self.name, folder=folder.name, tensors=found.tensors,
                               unchanged=found.unchanged, difference=found.difference, seconds=found.seconds)
 

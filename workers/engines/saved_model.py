@@ -37,13 +37,12 @@ from transformers.core_model_loading import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from distflow.errors import EngineError, listing
+from workers.engines.rounding import ROUNDING
 
 _SHARD_BYTES = 5 * 10**9
 """Size of a file: more than that is never copied at a time."""
 _COMPUTED = 10**9
 """Parameters up to which the written model computes two rows."""
-ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Mean difference of the two rows' log-probabilities (nats) or values from the engine's, by its dtype."""
 _TEXT = "Question: what is 17 + 25? The sum of 17 and 25 is 42, since 7 + 5 = 12, and 10 + 20 + 12 = 42. "
 _ROWS = ((4, 6), (12, 40))  # tokens of prompt and response
 
@@ -119,11 +118,13 @@ class ModelWriter:
         """Whether the model is small enough for the written one to compute rows."""
         return self.parameters <= _COMPUTED
 
-    def tensors(self, weights: Mapping[str, Tensor], trained: set[str]) -> SavedTensors:
+    def tensors(self, weights: dict[str, Tensor], trained: set[str]) -> SavedTensors:
         """Return the tensors to be saved. `weights`: whole tensors by their names in the loaded model, at least those
         that are `trained`. Raises EngineError: the model has others."""
         model = self._skeleton()
-        if not weights.keys().isdisjoint(model.all_tied_weights_keys):  # they differ in the files, or one has adapters
+        copies = model.all_tied_weights_keys
+        if not weights.keys().isdisjoint(copies):  # they differ in the files, or one has adapters: all are written
+            weights = {name: weights[owner] for name, owner in copies.items() if owner in weights} | weights
             self.config.tie_word_embeddings = self.config.get_text_config().tie_word_embeddings = False
             model = self._skeleton()
         if odd := sorted(trained - (weights.keys() & dict(model.named_parameters()).keys())):
@@ -257,9 +258,10 @@ def _difference(model: Any, rows: Rows, numbers: Sequence[Tensor], dtype: torch.
         scores = model.get_output_embeddings() is None  # which may be large
         scale = max(1.0, float(plain.abs().mean())) if scores else 1.0
         largest = max(largest, float((plain - engines).abs().mean()) / scale)
-    if not largest <= ROUNDING[dtype]:
+    rounding = ROUNDING[dtype.itemsize].mean
+    if not largest <= rounding:
         raise ModelDamaged(f"the written model computes otherwise than the engine that trained it: by {largest:.2g} in "
-                           f"the mean of a row's tokens, where {ROUNDING[dtype]:g} is rounding. Its tensors are those "
+                           f"the mean of a row's tokens, where {rounding:g} is rounding. Its tensors are those "
                            "that were gathered, so that either the engine gathers what it does not compute with, or it "
                            "computes otherwise than transformers does")
     return largest

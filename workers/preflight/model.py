@@ -5,7 +5,7 @@
     loaded     the same: against the model as transformers has loaded it, before anything was done to it
     sampling   the engine that samples: against the engine that trains, and once more after the first update
 
-What is wrong by less than rounding (`_BOUNDS`) is not found. Weights of a transformers engine that samples beside the
+What is wrong by less than rounding (`ROUNDING`) is not found. Weights of a transformers engine that samples beside the
 trainer are compared bit for bit.
 """
 
@@ -28,17 +28,15 @@ from distflow.errors import Diagnostic
 from distflow.plan import Plan
 from workers.engines.capabilities import attend_by
 from workers.engines.collectives import choose_backend, torch_name
-from workers.engines.devices import choose, is_half
+from workers.engines.devices import choose, dtype_of
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.role_engines import RoleEngines
+from workers.engines.rounding import ROUNDING
 from workers.engines.sampling import TokenLimits
-from workers.engines.saved_model import ROUNDING, row_numbers
+from workers.engines.saved_model import row_numbers
 from workers.preflight.proofs import FailedProof, Preflight
 from workers.roles import build_roles
 
-_BOUNDS = {True: (ROUNDING[torch.bfloat16], 4.0), False: (ROUNDING[torch.float32], 5e-3)}
-"""Mean and largest difference of log-probabilities, in nats, that are rounding; True: in half precision, in which
-tokens that are not likely differ most, and a mixture may choose other experts."""
 _SHORT = (4, 6)
 """Tokens of a prompt and of a response."""
 _PAST = 8  # tokens by which the long row passes a length that the configuration names
@@ -219,19 +217,15 @@ def _largest(role: RoleEngines, values: Tensor) -> Tensor:
     return values.cpu()
 
 
-def _half(role: RoleEngines) -> bool:
-    return is_half(role.settings, role.engine.device.type)
-
-
 def _difference(role: RoleEngines, found: Tensor, expected: Tensor) -> str:
     """Return how far log-probabilities are apart on the rank where that is most, in words; "" if that is rounding.
     Collective."""
     apart = (found.float().cpu() - expected.float().cpu()).abs().nan_to_num(torch.inf)
     mean, most = _largest(role, torch.stack([apart.mean(), apart.max()])).tolist() if len(apart) else (0.0, 0.0)
-    bounds = _BOUNDS[_half(role)]
-    if mean <= bounds[0] and most <= bounds[1]:
+    bounds = ROUNDING[dtype_of(role.settings, role.engine.device.type).itemsize]
+    if mean <= bounds.mean and most <= bounds.most:
         return ""
-    return f"{mean:.2g} nats on the mean and {most:.2g} at most, where {bounds[0]:g} and {bounds[1]:g} are rounding"
+    return f"{mean:.2g} nats on the mean and {most:.2g} at most, where {bounds.mean:g} and {bounds.most:g} are rounding"
 
 
 def _failed(role: RoleEngines, key: str, what: str, hint: str) -> list[FailedProof]:

@@ -49,7 +49,7 @@ def test_the_likeliest_tokens_are_found_and_learnt_from_in_any_layout():
 
 def test_a_value_head_works_with_it():
     (expected,), found = run_ranks(1, valued, {}), run_ranks(2, valued, {"cp": 2})
-    assert found[0] == found[1] == pytest.approx(expected, abs=1e-5)
+    assert found[0] == found[1] == pytest.approx(expected, rel=1e-6, abs=1e-5)
 
 
 class Four:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from distflow.data.batch import Ragged
-from workers.engines import attention
 from workers.engines.policy import Policy, inputs_of
 
 
@@ -48,10 +47,8 @@ def test_only_neighbours_with_equal_prompts_share():
 @pytest.mark.parametrize(("chunks", "packs"), [(4, False), (1, True)])
 def test_the_likeliest_tokens_and_their_log_probabilities_stand_where_those_of_responses_do(model, chunks, packs):
     prompts, responses = rows(5, 9, 2).select(torch.tensor([0, 0, 1, 2])), rows(4, 1, 0, 6, seed=1)
-    if packs:
-        model.set_attn_implementation(attention.NAME)
     policy, inputs = Policy(model, chunks), inputs_of(prompts, responses, 0, torch.device("cpu"))
-    assert policy.packs == packs
+    policy.packs = packs
     tokens, expected = policy(*inputs, 0.7, top=5)
     column = responses.with_values(tokens).padded().long()
     found, entropies = policy(*inputs, 0.7, candidates=column)

@@ -12,9 +12,11 @@ from distflow.config.run import Generation, RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
 from workers.engines import attention
+from workers.engines.embedded import EMBEDDED_IMAGE_PROCESSOR
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.hf import HFRollout
 from workers.engines.routing import Routing
+from workers.engines.vision import attach_images
 
 SETTINGS = {"generation": {"max_new_tokens": 24, "routing_replay": True}, "micro_batch_tokens": 200,
             "learning_rate": 1e-3}
@@ -139,7 +141,7 @@ def test_choices_of_another_model_are_refused(mesh):
 def test_what_is_no_mixture_or_not_packed_is_refused(mesh):
     with pytest.raises(EngineError, match="wants a mixture of experts"):
         FSDPEngine(built(), RoleRun(**SETTINGS), mesh, 0, 1, trained=True)
-    plain = built(architecture="qwen3_moe", mixture=(4, 2))  # transformers' own attention packs nothing
+    sees = attach_images(built(architecture="qwen3_moe", mixture=(4, 2)), EMBEDDED_IMAGE_PROCESSOR)
     with pytest.raises(EngineError, match="wants rows that are packed"):
-        FSDPEngine(plain, RoleRun(**SETTINGS), mesh, 0, 1, trained=True)
+        FSDPEngine(sees, RoleRun(**SETTINGS), mesh, 0, 1, trained=True)
 
