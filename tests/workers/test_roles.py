@@ -36,7 +36,8 @@ def folder(tmp_path, model):
 
 
 def load(folder, head="lm"):
-    return load_model(SimpleNamespace(folder=folder), Model(path=str(folder)), head)
+    run = SimpleNamespace(data=Data(train=""))
+    return load_model(SimpleNamespace(folder=folder, run=run), Model(path=str(folder)), head)
 
 
 def role_of(source, lora) -> RoleEngines:

@@ -59,7 +59,7 @@ def role_of(source, head="lm", **settings):
     run = SimpleNamespace(seed=0, steps=10, data=Data(train="", max_target_tokens=9))
     spec = SimpleNamespace(dag=dag, run=run, folder=source, model_of=lambda name: Model(path=str(source)),
                            shape_of=lambda name: None)
-    loaded = load_model(SimpleNamespace(folder=source), Model(path=str(source)), head)
+    loaded = load_model(spec, Model(path=str(source)), head)
     return RoleEngines("actor", *loaded, RoleRun(learning_rate=1e-2, **settings),
                        Meshes(init_device_mesh("cpu", (1,)), None, Layout(1)), spec, stream=None)
 
