@@ -127,11 +127,11 @@ def test_the_wheel_has_all_that_its_command_needs(far, installed):
 
 
 @pytest.mark.run
-def test_the_wheel_runs_and_reports(far, tmp_path):
-    far("run", "grpo", "--name", "far", "--ranks", "1", "--set", "steps=1", "--set", "validation=null")
-    summary = json.loads((tmp_path / "runs/far/summary.json").read_text())
-    assert summary["versions"][DISTRIBUTION] == distflow.__version__
-    assert "wrote runs/far/report.html" in far("report", "runs/far")
+def test_the_wheel_runs_the_demo_and_reports(far, tmp_path):
+    assert "held-out accuracy of runs/demo-grpo-1" in far("demo", "--steps", "1", "--ranks", "1")
+    summary = json.loads((tmp_path / "runs/demo-grpo-1/summary.json").read_text())
+    assert (summary["steps"], summary["versions"][DISTRIBUTION]) == (1, distflow.__version__)
+    assert "wrote runs/demo-grpo-1/report.html" in far("report", "runs/demo-grpo-1")
 
 
 @pytest.mark.run

@@ -19,6 +19,7 @@ _WIDTH, _SHOWN = 40, 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=200, help="steps of GRPO")
     parser.add_argument("--sft", action="store_true",
                         help="train the start too, from random weights, instead of taking the one that is shipped")
     parser.add_argument("--output", default="runs", help="folder of the runs")
@@ -38,7 +39,7 @@ def main(options: argparse.Namespace) -> int:
     print("GRPO: a tiny model that imitates a hasty teacher gets better at arithmetic, by rewards for its own answers.",
           flush=True)
     code = torchrun(options.ranks, ["--dag", "grpo.yaml", "--run-file", "embedded.yaml", "--name", folder.name,
-                                    *common])
+                                    "--set", f"steps={options.steps}", *common])
     if not code:
         print("\n".join([*_curve(folder), *_answers(folder), *_further(folder)]))
     return code
