@@ -180,6 +180,13 @@ def test_a_good_task_is_proved_without_a_word(name: str, tmp_path: Path, monkeyp
     assert account.proved.keys() == {"data", "rewards", "tokens"}
 
 
+def test_a_wrong_end_token_is_refused(tmp_path: Path, monkeypatch) -> None:
+    """Sampling would stop at another token than the one that answers teach as their end."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("workers.preflight.tokens.end_tokens", lambda tokenizer, **_: [tokenizer.bos_token_id])
+    check_fault(Task(SUMS, tokenizer=tokenizer), True, "has a target without an end", tmp_path, "wrong_end")
+
+
 def test_fields_that_are_not_encoded_leave_no_record_out(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     task = Task([{**each, "source": "a" * 410_000} for each in SUMS[:2]], data={"max_target_tokens": 1},
