@@ -85,7 +85,7 @@ class ColocatedSource:
     def _have_enough(self, dock: DockClient) -> bool:
         """Return whether to stop: there is enough, another trainer rank has leased its share, or no more rows come."""
         indexes = dock.index_status()["indexes"]
-        if ROLLOUT not in indexes:  # of a process that has taken another's place, and is not configured yet
+        if not {ROLLOUT, TRAINER} <= indexes.keys():  # a process that has taken another's place is not configured yet
             return False
         trainer, now = indexes[TRAINER], time.monotonic()
         ready = indexes[ROLLOUT]["committed"] - trainer["committed"] - trainer["leased"]  # not what groups infer on

@@ -293,9 +293,7 @@ class RolloutContext:
         # The dock gives back the leases of a closed connection: others take those prompts at once.
 
     def _dock(self, who: str) -> DockClient:
-        dock = self.channel.dock(who)
-        dock.held = lambda: [lease for lease, _ in list(self.leases.values())]
-        return dock
+        return self.channel.dock(who)
 
     def lease(self, dock: DockClient, over: Callable[[DockClient], bool]) -> Prompt | None:
         """Return the next prompt, once there are one and room for it; None if no more is sampled."""
@@ -358,7 +356,6 @@ class RolloutContext:
                    for name, version in list(self.awaited.values())]
         before, self.validating = self.validating, self.validation.activity if self.validation else ""
         dock.report_activity(self.validating or next(iter(waiting), self.doing))
-        dock.renew_moved_leases()
         for number, (lease, since) in list(self.leases.items()):
             news = number[0] == VALIDATION and self.validating != before  # which the trainer's patience depends on
             if news or time.monotonic() - since > lease.seconds / 3:

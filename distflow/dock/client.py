@@ -7,7 +7,7 @@ import math
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from distflow.data.batch import Batch
 from distflow.dock.directory import ShardDirectory
-from distflow.dock.errors import DockError, LeaseLost, TimedOut, error_from
+from distflow.dock.errors import DockError, TimedOut, error_from
 from distflow.dock.extents import Extents, form_of_schema, read_payload
 from distflow.dock.index import Lease
 from distflow.dock.record_batch import ReadRows, RecordBatch, gather, unpack
-from distflow.dock.selection import INDEX_SHARD, Consumer, DockLayout
+from distflow.dock.selection import Consumer, DockLayout
 from distflow.dock.slots import Ids
 from distflow.dock.storage import read_ids, read_table
 from distflow.dock.timeouts import explain
@@ -53,10 +53,9 @@ class DockClient:
                  directory: ShardDirectory | None = None):
         self.who = f"{who} ({socket.gethostname()}:{os.getpid()})"
         self.directory = directory
-        self.pool = ConnectionPool(token, self.who, timeout, error_from, self._locate, self._renew_all,
+        self.pool = ConnectionPool(token, self.who, timeout, error_from, self._locate,
                                    directory.poll_seconds if directory else math.inf)
         self.epochs: dict[int, int] = {}  # of the shards' processes that rows were fetched from last, by number
-        self.held: Callable[[], Iterable[Lease]] = tuple  # leases to be renewed where a process takes another's place
         self.attempt = attempt
         self.known: DockLayout | None = None
         self.heap: SharedHeap | None = None  # of rows that were read
@@ -172,8 +171,7 @@ class DockClient:
 
     def renew(self, lease: Lease) -> None:
         """Extend the lease by its `seconds`; raises `LeaseLost` if another holder has the rows."""
-        self._ask_index({"op": "renew", "consumer": lease.consumer, "lease": lease.number,
-                         "ids": lease.all_ids.numpy().tobytes()})
+        self._ask_index({"op": "renew", "consumer": lease.consumer, "lease": lease.number})
 
     def commit(self, lease: Lease) -> bool:
         """Mark all shares of the lease as consumed; rows that all consumers have committed leave the dock.
@@ -195,19 +193,16 @@ class DockClient:
         """Make the commits of steps before this one final: their rows leave."""
         self._ask_index({"op": "release_before", "consumer": consumer, "step": step})
 
-    def renew_moved_leases(self) -> None:
-        """Renew leases where another process has taken the place of their index: no request may be due before it gives
-        the rows to others."""
-        if [*self.held()]:
-            self.pool.reconnect_if_moved(self._indexes)
-
     def status(self) -> list[dict[str, Any]]:
         """Return the figures of each process: rows, bytes moved, its indexes, its clients and their activity."""
         return [self.pool.ask(address, {"op": "status"})[0] for address in self.layout.addresses]
 
     def index_status(self) -> dict[str, Any]:
-        """Return the figures of the process that has all consumers' indexes; no other one is asked."""
-        return self.pool.ask(self._indexes, {"op": "status"})[0]
+        """Return the figures of all consumers' indexes, and the clients of their processes; no others are asked."""
+        homes = [self.layout.addresses[home] for home in self.layout.homes()]
+        found = [reply for reply, _ in self.pool.ask_all([(home, {"op": "status"}, ()) for home in homes])]
+        return {"indexes": {name: index for each in found for name, index in each["indexes"].items()},
+                "clients": [client for each in found for client in each["clients"]]}
 
     def close(self) -> None:
         self.pool.close()
@@ -224,18 +219,9 @@ class DockClient:
             return address
         return self.directory.locate(self.addresses.index(address)) or address
 
-    def _renew_all(self, address: Address) -> None:
-        for lease in self.held() if address == self._indexes else ():
-            with contextlib.suppress(LeaseLost):  # its commit will say so
-                self.renew(lease)
-
-    @property
-    def _indexes(self) -> Address:
-        return self.layout.addresses[INDEX_SHARD]
-
     def _ask_index(self, request: dict[str, Any], wait: float = 0.0) -> dict[str, Any]:
-        self.layout.consumer(request["consumer"])
-        return self.pool.ask(self._indexes, request | {"attempt": self.attempt}, wait=wait)[0]
+        home = self.layout.addresses[self.layout.home_of(request["consumer"])]
+        return self.pool.ask(home, request | {"attempt": self.attempt}, wait=wait)[0]
 
     def _gather(self, ids: Tensor, request: dict[str, Any]) -> tuple[Batch, Tensor]:
         if not len(ids):

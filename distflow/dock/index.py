@@ -7,6 +7,9 @@
 A row is known when a shard lists it, ready when it has all columns that the consumer reads. A committed row of a step
 that can still be rolled back stays in its shard until it is released; other commits are final at once.
 
+The index is soft state: by which lease and in which step a row is leased or committed is also written to the row in its
+shard. An index that takes the place of a lost one reads it there (`restore`).
+
 Metadata only, and pure: the time is an argument (seconds of any clock that never goes back), and `shard.py` holds its
 lock around every call. Leases, commits and rollbacks are ours, not MindSpeed RL's.
 """
@@ -14,7 +17,6 @@ lock around every call. Leases, commits and rollbacks are ours, not MindSpeed RL
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,70 +25,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy
 
 from distflow.dock.errors import DockError, LeaseLost
+from distflow.dock.intervals import Intervals
 from distflow.dock.selection import Consumer, ReadyRows, StorageBudget, split_groups
 from distflow.dock.slots import Ids, SlotTable
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class Intervals:
-    """Set of whole numbers, kept as ranges: memory and time grow with the number of gaps, not of members."""
-
-    def __init__(self, ranges: Iterable[tuple[int, int]] = ()):
-        self.starts: list[int] = []
-        self.ends: list[int] = []  # exclusive
-        for start, end in ranges:
-            self.starts.append(start)
-            self.ends.append(end)
-
-    def __contains__(self, number: int) -> bool:
-        at = bisect_right(self.starts, number) - 1
-        return at >= 0 and number < self.ends[at]
-
-    def __len__(self) -> int:
-        return sum(self.ends) - sum(self.starts)
-
-    def contains_each(self, numbers: Ids) -> numpy.ndarray:
-        """Return which of `numbers` are members, [numbers] bool."""
-        if not self.starts:
-            return numpy.zeros(len(numbers), bool)
-        at = numpy.searchsorted(self.starts, numbers, side="right") - 1
-        return (at >= 0) & (numbers < numpy.array([*self.ends, 0])[at])
-
-    def add(self, start: int, end: int | None = None) -> None:
-        """Add one number, or all of start…end (exclusive)."""
-        end = start + 1 if end is None else end
-        first, last = bisect_left(self.ends, start), bisect_right(self.starts, end)  # the ranges that it joins
-        if first < last:
-            start, end = min(start, self.starts[first]), max(end, self.ends[last - 1])
-        self.starts[first:last], self.ends[first:last] = [start], [end]
-
-    def remove_all(self, numbers: Ids) -> None:
-        """Remove all of `numbers`."""
-        for number in numbers.tolist():
-            self.remove(number)
-
-    def update(self, numbers: Ids) -> None:
-        """Add all of `numbers`."""
-        numbers = numpy.unique(numbers)
-        edges = numpy.flatnonzero(numpy.diff(numbers, prepend=numbers[:1] - 2, append=numbers[-1:] + 2) > 1)
-        for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist()):
-            self.add(int(numbers[begin]), int(numbers[end - 1]) + 1)
-
-    def remove(self, number: int) -> None:
-        at = bisect_right(self.starts, number) - 1
-        if at < 0 or number >= self.ends[at]:
-            return
-        start, end = self.starts.pop(at), self.ends.pop(at)
-        rest = [(first, last) for first, last in ((start, number), (number + 1, end)) if first < last]
-        self.starts[at:at] = [first for first, _ in rest]
-        self.ends[at:at] = [last for _, last in rest]
-
-    @property
-    def ranges(self) -> list[tuple[int, int]]:
-        """(start, exclusive end) of each range, ascending."""
-        return list(zip(self.starts, self.ends))
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +55,12 @@ class Lease:
         return len(self.ids)
 
 
+def _marks(ids: Ids, lease: int = 0, step: int | None = None, committed: bool = False) -> Ids:
+    """Return what is written to rows in their shards, as `ConsumerIndex.marks` does."""
+    number = 0 if step is None else -step - 1 if committed else step + 1
+    return numpy.stack([ids, numpy.full(len(ids), lease), numpy.full(len(ids), number)])
+
+
 SHOWN = 8  # ids of a long list that a message names
 _NO_IDS = numpy.empty(0, numpy.int64)
 _EXPIRED_KEPT = 512  # expired leases that are remembered, to say who has their rows now
@@ -130,6 +80,7 @@ class GrantedLease:
     expires: float = 0.0
     holders: set[str] = field(default_factory=set)  # sessions that have asked for a share
     last: str = ""  # session that asked last, for messages
+    restored: bool = False  # from what the shards have: without the rows of lost shards
 
     def __post_init__(self) -> None:
         self.ids = numpy.concatenate(self.shares)
@@ -219,11 +170,15 @@ class ConsumerIndex:
         self.epoch, self.number = epoch, epoch << 32
         self.attempt = 0  # of the consumer's group, that rolled back last
         self.required = 0  # others wait for rows of this step
+        self.changes: list[Ids] = []  # tables of marks that the shards do not have yet
 
-    def add_rows(self, table: Ids, columns: Iterable[str]) -> Ids:
-        """Add columns of rows that a shard stores (`StorageShard.table`); return the ids that are committed already."""
+    def add_rows(self, table: Ids, columns: Iterable[str], new: bool = False) -> Ids:
+        """Add columns of rows that a shard stores (`StorageShard.table`); return the ids that are committed already.
+        `new`: the shard had none of the rows, so if they were committed, it has lost them."""
         first, end = self.consumer.ids
         table = table[:, (table[0] >= first) & (table[0] < end)]
+        if new:
+            self._reopen(table[0], columns)
         committed = self.done.contains_each(table[0])
         ids, *metadata = table[:, ~committed]
         rows, slots = self.rows, self.rows.find_or_add(ids)
@@ -242,11 +197,49 @@ class ConsumerIndex:
         there = numpy.concatenate([numpy.empty(0, numpy.int64), *(ids for _, ids in listed)])
         self._forget(self.rows.find(known[stored_there(known) & ~numpy.isin(known, there)]))
         for names, ids in listed:
-            if replaced and not set(self.consumer.writes) <= set(names):
-                self.done.remove_all(ids[self.done.contains_each(ids)])
+            if replaced:
+                self._reopen(ids, names)
             slots = self.rows.find_present(ids)
             self.rows.set_columns(slots, frozenset(names))
             self._make_unready(slots[~self.rows.is_complete(slots)])
+
+    def _reopen(self, ids: Ids, columns: Iterable[str]) -> None:
+        """Forget that rows are committed which lack what the consumer has written."""
+        if not set(self.consumer.writes) <= set(columns):
+            self.done.remove_all(ids[self.done.contains_each(ids)])
+
+    def restore(self, marks: Ids, now: float) -> None:
+        """Take up the leases and commits that a shard has of an index that is lost, after `add_rows`. A lease's rows
+        may come from several shards; one that any of them has as committed is."""
+        ids, leases, steps = marks[:, marks[1] > 0]
+        for number in numpy.unique(leases).tolist():
+            rows, step = ids[leases == number], int(numpy.abs(steps[leases == number]).max()) - 1
+            known = self.leases.get(number)
+            if known is not None:
+                self._end_lease(known)
+                rows = numpy.concatenate([known.ids, rows])
+            if number in self.finished or (steps[leases == number] < 0).any():
+                self._retain(number, step, rows)
+                continue
+            rows = numpy.sort(rows[self.rows.find(rows) >= 0])
+            slots = self.rows.find(rows)
+            granted = GrantedLease(number, [rows], self.rows["birth"][slots], None if step < 0 else step, now, 0,
+                                   restored=True)
+            self._add_lease(granted, slots)
+            granted.expires = now + self.consumer.seconds
+
+    def marks(self) -> Ids:
+        """Return the leases and retained commits of all rows, [3, rows]: id, lease, and step + 1, negative where it is
+        committed; 0 for none."""
+        held = [_marks(granted.ids, granted.number, granted.step) for granted in self.leases.values()]
+        done = [numpy.stack([rows.ids, rows.metadata["lease"], numpy.full(len(rows.ids), -step - 1)])
+                for step, rows in self.retained.items()]
+        return numpy.concatenate([_marks(_NO_IDS), *held, *done], axis=1)
+
+    def take_changes(self) -> Ids:
+        """Return the marks that have changed since the last call."""
+        changes, self.changes = self.changes, []
+        return numpy.concatenate([_marks(_NO_IDS), *changes], axis=1)
 
     def lease(self, count: int, now: float, session: str, *, least: int = 1, step: int | None = None, share: int = 0,
               shares: int = 1, request: int = 0, attempt: int = 0) -> GrantedLease | None:
@@ -270,11 +263,13 @@ class ConsumerIndex:
             for each, groups in chosen:
                 self.ready.pop(each, len(groups))
             self.rows["ready"][slots := self.rows.find(rows)] = 0
-            dealt = split_groups(rows, self.rows["tokens"][slots], self.consumer.group_size, shares)
+            dealt = self._deal([rows], shares)
             slots = slots[numpy.searchsorted(rows, numpy.concatenate(dealt))] if shares > 1 else slots
             self.number += 1
             granted = self._add_lease(GrantedLease(self.number, dealt, self.rows["birth"][slots], step, now, request),
                                       slots)
+        if granted.restored and len(granted.shares) != shares:
+            granted.shares = self._deal(granted.shares, shares)
         if len(granted.shares) != shares:
             raise DockError(f"step {step} of `{self.consumer.name}` was leased in {len(granted.shares)} shares; share "
                             f"{share} of {shares} does not exist. Wait until that lease runs out, or ask as before")
@@ -321,13 +316,12 @@ class ConsumerIndex:
                             f"{self.attempt} has begun and rolled back: the rows are its own now. End this process, "
                             "whose group was started again without it")
 
-    def renew(self, number: int, now: float, session: str, ids: Ids = _NO_IDS) -> float:
-        """Extend a lease and return its seconds. An expired one is revived, and one of a lost process that had the rows
-        `ids`, unless these were given to others; rows of other shards may be heard of later."""
+    def renew(self, number: int, now: float, session: str) -> float:
+        """Extend a lease and return its seconds. An expired one is revived, unless its rows were given to others."""
         self.expire(now)
         granted = self.leases.get(number)
         if granted is None:
-            granted = self.expired.get(number) or self._adopt_lease(number, ids, now)
+            granted = self.expired.get(number)
             if granted is None or not len(granted.ids) or self._has_lost_rows(granted):
                 raise LeaseLost(self._lost_message(number, granted.ids if granted else _NO_IDS))
             self.expired.pop(number, None)
@@ -338,8 +332,7 @@ class ConsumerIndex:
     def commit(self, number: int, step: int | None, ids: Ids, now: float) -> bool:
         """Mark rows as consumed for good; return False if this very commit was made before.
 
-        A late commit stands if no other holder was given any of the rows. A lease of an earlier epoch is void, since
-        another holder may have committed its rows.
+        A late commit stands if no other holder was given any of the rows.
 
         Raises:
             LeaseLost: another holder may have committed the rows; nothing is committed.
@@ -359,11 +352,23 @@ class ConsumerIndex:
         if step is not None:
             self.steps.add(step)
             if self.consumer.can_roll_back and step >= self.first_retained:
-                slots = self.rows.find_present(ids)
-                self.retained[step] = CommittedRows(self.rows["ids"][slots],
-                                                    {name: self.rows[name][slots] for name in _METADATA})
+                self._retain(number, step, ids)
         self._mark_committed(ids)
         return True
+
+    def _retain(self, number: int, step: int, ids: Ids) -> None:
+        """Commit rows of a step that can be rolled back."""
+        slots = self.rows.find_present(ids)
+        kept = CommittedRows(self.rows["ids"][slots], {name: self.rows[name][slots] for name in _METADATA})
+        if (before := self.retained.get(step)) is not None:
+            kept = CommittedRows(*(numpy.concatenate([before.ids, kept.ids]), {
+                name: numpy.concatenate([before.metadata[name], kept.metadata[name]]) for name in _METADATA}))
+        kept.metadata["lease"][:] = number
+        self.retained[step] = kept
+        self.finished.add(number)
+        self.steps.add(step)
+        self.changes.append(_marks(kept.ids, number, step, committed=True))
+        self._mark_committed(ids)
 
     def end_session(self, session: str, now: float) -> bool:
         """End the leases of a session without connections, unless others share them; return whether any ended."""
@@ -388,6 +393,7 @@ class ConsumerIndex:
             self.expired[over[-1].number] = over[-1]
         for granted in reversed(over):
             slots, same = self.rows.find_unchanged(granted.ids, granted.births)
+            self.changes.append(_marks(granted.ids[same]))
             self.rows["held"][slots[same]] = 0
             self._make_ready(slots[same][self.rows.is_complete(slots[same])], first=True)
         while len(self.expired) > _EXPIRED_KEPT:
@@ -415,6 +421,7 @@ class ConsumerIndex:
             for name, values in metadata.items():
                 self.rows[name][slots] = values
             self._make_ready(slots, first=True)
+            self.changes.append(_marks(ids))
             back += len(ids)
         return back
 
@@ -490,19 +497,16 @@ class ConsumerIndex:
         granted = self.leases.get(number) or self.expired.get(number)
         if granted is None:
             raise LeaseLost(self._lost_message(number, ids, step))
-        wrong = numpy.setxor1d(ids, granted.ids)[:SHOWN].tolist()
+        known = ids[self.rows.find(ids) >= 0] if granted.restored else ids  # others were lost with the index
+        wrong = numpy.setxor1d(known, granted.ids)[:SHOWN].tolist()
         if step != granted.step or wrong:
             what = f"commits other rows than it holds: {wrong}" if wrong else f"is of step {granted.step}, not {step}"
             raise DockError(f"lease {number} of `{self.consumer.name}` {what}. Nothing is committed. Commit the lease "
                             "as `lease` has returned it")
 
-    def _adopt_lease(self, number: int, ids: Ids, now: float) -> GrantedLease | None:
-        """Return a lease that a lost process had granted; None if its rows are committed, leased or not there."""
-        free = not (self.done.contains_each(ids) | self._leased_to_other(ids, number)).any()
-        if number >> 32 == self.epoch or not free or not (self.rows.find(ids) >= 0).all():
-            return None
-        slots = self.rows.find_or_add(ids)  # may replace the arrays
-        return GrantedLease(number, [ids], self.rows["birth"][slots], None, now, 0)
+    def _deal(self, dealt: list[Ids], shares: int) -> list[Ids]:
+        rows = numpy.sort(numpy.concatenate(dealt))
+        return split_groups(rows, self.rows["tokens"][self.rows.find(rows)], self.consumer.group_size, shares)
 
     def _add_lease(self, granted: GrantedLease, slots: Ids) -> GrantedLease:
         self.leases[granted.number] = granted
@@ -512,6 +516,7 @@ class ConsumerIndex:
         if granted.request:
             self.by_request[granted.request] = granted
         self.rows["lease"][slots], self.rows["held"][slots] = granted.number, 1
+        self.changes.append(_marks(granted.ids, granted.number, granted.step))
         self._make_unready(slots)
         return granted
 
@@ -560,8 +565,9 @@ class ConsumerIndex:
         leases = {*self.describe(ids, "lease")[0].tolist()} - {0, number}
         done, ids = ids[self.done.contains_each(ids)].tolist(), ids.tolist()
         if number >> 32 != self.epoch:
-            return (f"lease {number} of `{self.consumer.name}` is of an earlier process of its index, which has ended: "
-                    f"its rows {ids[:SHOWN]} may have been committed by others since. Throw away what was made of them")
+            return (f"lease {number} of `{self.consumer.name}` is of an earlier process of its index, which has ended "
+                    f"before it was written to the shards: its rows {ids[:SHOWN]} may have been given to others. Throw "
+                    "away what was made of them")
         fate = []
         if leases:
             fate.append(f"were given to another lease ({', '.join(map(str, sorted(leases)[:SHOWN]))})")

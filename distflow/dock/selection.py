@@ -15,9 +15,6 @@ from distflow.dock.slots import Ids
 from distflow.errors import did_you_mean
 from distflow.rpc.connection import Address
 
-INDEX_SHARD = 0
-"""Number of the shard whose process keeps the indexes of all consumers."""
-
 
 @dataclass(frozen=True)
 class Consumer:
@@ -36,6 +33,7 @@ class Consumer:
             (`DockLayout.max_bytes`), it leases only rows of steps that others wait for (`DockClient.require`). 0: it
             waits for no room.
         ids: first id, and end, of the rows that it takes. A row leaves when all consumers of its range have committed.
+        home: number of the machine on which its first rank is. The process of that machine's shard keeps its index.
     """
 
     name: str
@@ -47,6 +45,7 @@ class Consumer:
     can_roll_back: bool = False
     row_bytes: int = 0
     ids: tuple[int, int] = (0, 1 << 62)
+    home: int = 0
 
     def __post_init__(self) -> None:
         for name in ("reads", "writes", "ids"):
@@ -85,6 +84,14 @@ class DockLayout:
     def shard_of(self, rows: Any) -> Any:
         """Return the number of the shard in which a row lives, or of each of an array of rows."""
         return rows // self.group_size % len(self.addresses)
+
+    def home_of(self, consumer: str) -> int:
+        """Return the number of the shard whose process keeps a consumer's index."""
+        return self.consumer(consumer).home % len(self.addresses)
+
+    def homes(self, consumers: Iterable[Consumer] | None = None) -> list[int]:
+        """Return the numbers of the shards whose processes keep indexes, of all consumers or of these."""
+        return sorted({each.home % len(self.addresses) for each in consumers or self.consumers})
 
     def consumer(self, name: str) -> Consumer:
         for consumer in self.consumers:

@@ -257,8 +257,7 @@ class StorageShardServer:
 
     @locked
     def renew(self, request: ClientRequest) -> Header:
-        return {"seconds": self._index(request).renew(request.header["lease"], time.monotonic(), request.session,
-                                                      read_ids(request.header["ids"]))}
+        return {"seconds": self._index(request).renew(request.header["lease"], time.monotonic(), request.session)}
 
     @locked
     def commit(self, request: ClientRequest) -> Header:
@@ -278,6 +277,7 @@ class StorageShardServer:
     def _index(self, request: ClientRequest) -> ConsumerIndex:
         """Return the index that a request is about. Raises `LeaseLost` for a process of an earlier attempt."""
         index = self.state.index(request.header["consumer"])
+        self.state.await_listings(index)
         index.check_attempt(request.header["attempt"])
         return index
 

@@ -1,11 +1,17 @@
 """State of one process of the dock, and the updates between processes.
 
-    storage    the rows of its shard                   indexes    of all consumers, if it is `INDEX_SHARD`
+    storage    the rows of its shard                   indexes    of the consumers whose `home` it is
     clients    sessions, with their activity           outboxes   updates for the other processes, one for each
 
     rows, listing           from a shard to the indexes: rows have got columns; all rows that it holds
     stored                  from a shard to the indexes: bytes that it stores
-    retire, committed       from an index to the shards: rows were committed; all rows that were
+    retire, committed       from an index to the shards: rows were committed for good; all rows that were
+    marks                   from an index to the shards: leases and commits, to be written to the rows
+    evict                   to the indexes: a lease has no room; let the oldest step that can be rolled back leave
+
+An index is beside its consumer's first rank. It holds nothing that the shards do not have: one that takes the place of
+a lost one first waits for the listings of all shards that can be reached. Marks are sent after the reply, so those of a
+machine's last moments may be missing. A lease like that is lost, and a trainer leaves out rows that its snapshot names.
 
 All methods run under one `lock`. Requests that wait for rows are woken when theirs have come (`wake`), and not by those
 of others: a step's rows come in thousands of puts, and hundreds of ranks wait for all of them.
@@ -27,8 +33,9 @@ import numpy
 
 from distflow.dock.directory import ShardDirectory
 from distflow.dock.errors import DockError
-from distflow.dock.index import ConsumerIndex, Intervals
-from distflow.dock.selection import INDEX_SHARD, DockLayout, StorageBudget
+from distflow.dock.index import ConsumerIndex
+from distflow.dock.intervals import Intervals
+from distflow.dock.selection import DockLayout, StorageBudget
 from distflow.dock.slots import Ids
 from distflow.dock.storage import StorageShard, read_ids, read_table
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
@@ -40,6 +47,7 @@ _PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds between two attempts to reach a pe
 _PROBE_INTERVAL = 1.0  # seconds of silence: a peer that was replaced needs the full updates again
 _TIMEOUT = 10.0
 _EVICTION_PAUSE = 0.5
+_LISTING = 3.0  # seconds that a new index waits for the listings of shards, less than a client waits for an answer
 _ENDED_KEPT = 1024  # sessions without connections that are remembered, for messages
 _log = logging.getLogger("distflow.dock")
 
@@ -144,11 +152,12 @@ class ShardState:
         self.layout: DockLayout | None = None
         self.outboxes: dict[int, Outbox] = {}
         self.epochs: dict[tuple[str, int], int] = {}  # of the process that last listed a shard's rows to a consumer
+        self.listed, self.complete = threading.Condition(self.lock), set[str]()  # indexes that know all shards' rows
         self.clients: dict[str, ClientSession] = {}
         self.sent = self.received = 0  # bytes on connections that have ended
 
     def configure(self, layout: DockLayout, number: int) -> None:
-        """Become shard `number` of the layout, and keep its consumers' indexes if it is `INDEX_SHARD`."""
+        """Become shard `number` of the layout, and keep the indexes of the consumers whose `home` that is."""
         if layout == self.layout and number == self.storage.number:
             return
         storage = self.storage
@@ -157,11 +166,11 @@ class ShardState:
                             f"{len(layout.addresses)}: its rows would be looked for elsewhere")
         self._set_layout(layout, number)
         for consumer in layout.consumers:
-            if number == INDEX_SHARD:
+            if number == layout.home_of(consumer.name):
                 index = self.indexes.setdefault(consumer.name, ConsumerIndex(consumer, self.epoch, self.room))
                 index.consumer, index.rows.reads = consumer, frozenset(consumer.reads)
         self.stop()
-        others = range(storage.count) if number == INDEX_SHARD else [INDEX_SHARD]
+        others = range(storage.count) if self.indexes else layout.homes()
         self.outboxes = {other: self._outbox(other) for other in others if other != number}
         for update in self._full_updates(number):
             self.apply(update)
@@ -192,14 +201,14 @@ class ShardState:
         self.retire(consumer, self.index(consumer).release_before(step))
 
     def evict(self, now: float) -> bool:
-        """Have the indexes release a retained step, unless they did so just before: rows in other processes take a
+        """Have all indexes release a retained step, unless they did so just before: rows in other processes take a
         moment to leave. Return whether any rows here have left."""
         before = len(self.storage.rows)
         if now < self.evict_at:
             return False
         self.evict_at = now + _EVICTION_PAUSE
-        for name, index in self.indexes.items():
-            self.retire(name, index.release_oldest())
+        for home in self.configured().homes():
+            self._post(home, {"kind": "evict"})
         return len(self.storage.rows) < before
 
     def stop(self) -> None:
@@ -215,14 +224,16 @@ class ShardState:
         layout = self.configured()
         layout.consumer(consumer)
         if consumer not in self.indexes:
-            raise DockError(f"the indexes live with shard {INDEX_SHARD}, not {self.storage.number}")
+            raise DockError(f"the index of `{consumer}` lives with shard {layout.home_of(consumer)}, not "
+                            f"{self.storage.number}")
         return self.indexes[consumer]
 
     def announce(self, ids: Ids, columns: Iterable[str], new: bool) -> None:
         """Report to all indexes that rows have got columns. `new`: some of the rows were not here before."""
         table = self.storage.table(ids)
         update = {"kind": "rows", "columns": sorted(columns), "table": table.tobytes(), "new": new}
-        self._post(INDEX_SHARD, update)
+        for home in self.configured().homes():
+            self._post(home, update)
         self._post_stored()
 
     def retire(self, consumer: str, ids: Ids) -> None:
@@ -230,14 +241,31 @@ class ShardState:
         for shard, positions in self.configured().split(ids):
             self._post(shard, {"kind": "retire", "consumer": consumer, "ids": ids[positions].tobytes()})
 
+    def await_listings(self, index: ConsumerIndex) -> None:
+        """Wait until all shards have listed their rows to an index, but no longer than `_LISTING` for those that are
+        out of reach. The lock is released meanwhile."""
+        name, until = index.consumer.name, time.monotonic() + _LISTING
+        while name not in self.complete:
+            lacking = [shard for shard in range(self.storage.count) if (name, shard) not in self.epochs]
+            if not lacking or (left := until - time.monotonic()) <= 0:
+                self.complete.add(name)
+            else:
+                self.listed.wait(left)
+
     def apply(self, update: Update) -> None:
+        if update["kind"] == "marks":
+            self.storage.mark(update["consumer"], read_ids(update["marks"]).reshape(3, -1), update["attempt"])
+            return
         if update["kind"] == "rows":
             for name, index in self.indexes.items():
-                committed = index.add_rows(read_table(update["table"]), update["columns"])
+                committed = index.add_rows(read_table(update["table"]), update["columns"], update["new"])
                 if len(committed) and update["new"]:  # a lost shard has forgotten it, and a late producer put it again
                     self.retire(name, index.final_rows(committed))
         elif update["kind"] == "retire":
             self._retire(update["consumer"], read_ids(update["ids"]))
+        elif update["kind"] == "evict":
+            for name, index in self.indexes.items():
+                self.retire(name, index.release_oldest())
         elif update["kind"] == "stored":
             self.room.record(update["shard"], update["bytes"], update["rows"])
         elif update["kind"] == "listing" and update["consumer"] in self.indexes:
@@ -275,7 +303,11 @@ class ShardState:
         condition.wait(seconds)
 
     def wake(self) -> None:
-        """Wake the requests that may have rows now. Without a step each needs rows of its own."""
+        """Write changes of the indexes to the shards, and wake the requests that may have rows now. Without a step each
+        needs rows of its own."""
+        for index in self.indexes.values() if self.layout else ():
+            if index.changes:
+                self._post_marks(index, index.take_changes())
         for request, condition in list(self.waiting.items()):
             index = self.indexes[request.consumer]
             if not index.has_rows(request.least, request.step, request.attempt):
@@ -288,7 +320,16 @@ class ShardState:
 
     def _post_stored(self) -> None:
         if self.room.limit < math.inf:
-            self._post(INDEX_SHARD, self._stored_update())
+            layout = self.configured()
+            for home in layout.homes([each for each in layout.consumers if each.row_bytes]):
+                self._post(home, self._stored_update())
+
+    def _post_marks(self, index: ConsumerIndex, marks: Ids) -> None:
+        for shard, positions in self.configured().split(marks[0]):
+            self._post(shard, self._marks_update(index, marks[:, positions]))
+
+    def _marks_update(self, index: ConsumerIndex, marks: Ids) -> Update:
+        return {"kind": "marks", "consumer": index.consumer.name, "marks": marks.tobytes(), "attempt": index.attempt}
 
     def _stored_update(self) -> Update:
         columns = [column for consumer in self.configured().consumers if consumer.row_bytes
@@ -319,23 +360,26 @@ class ShardState:
         """Return all that process `other` must know of this one."""
         updates: list[Update] = [{"kind": "committed", "consumer": name, "ranges": index.final_ranges()}
                                  for name, index in self.indexes.items()]
-        if other == INDEX_SHARD:
-            updates += [self._listing_update(consumer.name) for consumer in self.configured().consumers]
-            updates.append(self._stored_update())
-        return updates
+        layout = self.configured()
+        for index in self.indexes.values():
+            marks = index.marks()
+            updates.append(self._marks_update(index, marks[:, layout.shard_of(marks[0]) == other]))
+        updates += [self._listing_update(each.name) for each in layout.consumers if layout.home_of(each.name) == other]
+        return [*updates, self._stored_update()]
 
     def _listing_update(self, consumer: str) -> Update:
         storage, slots = self.storage, self.storage.rows.all()
         ids, done = storage.rows["ids"][slots], storage.rows.consumed_by(consumer)[slots] > 0
         parts = [[columns, storage.table(alike).tobytes()] for columns, alike in storage.forms(ids[~done])]
         return {"kind": "listing", "consumer": consumer, "shard": self.storage.number, "parts": parts,
-                "epoch": self.epoch, "done": ids[done].tobytes()}
+                "epoch": self.epoch, "done": ids[done].tobytes(), "attempt": storage.attempts.get(consumer, 0),
+                "marks": storage.marks(consumer, ids[~done]).tobytes()}
 
     def _rebuild(self, index: ConsumerIndex, update: Update) -> None:
         parts = [(columns, read_table(table)) for columns, table in update["parts"]]
         index.mark_committed(read_ids(update["done"]))
         source = index.consumer.name, update["shard"]
-        replaced = self.epochs.get(source) != update["epoch"]
+        first, replaced = source not in self.epochs, self.epochs.get(source) != update["epoch"]
         self.epochs[source] = update["epoch"]
         layout = self.configured()
 
@@ -348,3 +392,7 @@ class ShardState:
         # Rows that were put again into a shard that had lost them, while it could not reach this index.
         for columns, table in parts:
             self.retire(index.consumer.name, index.final_rows(index.add_rows(table, columns)))
+        if first:
+            index.attempt = max(index.attempt, update["attempt"])
+            index.restore(read_ids(update["marks"]).reshape(3, -1), time.monotonic())
+            self.listed.notify_all()

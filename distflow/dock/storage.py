@@ -20,7 +20,8 @@ import numpy
 from distflow.data.row_copies import ScatteredRuns, copy_runs
 from distflow.dock.errors import DockError
 from distflow.dock.extents import ElementForm, Extents, Schema, read_payload
-from distflow.dock.index import SHOWN, Intervals
+from distflow.dock.index import SHOWN
+from distflow.dock.intervals import Intervals
 from distflow.dock.slots import Ids, SlotTable, grown
 from distflow.errors import ColumnError, listing
 from distflow.rpc.shared_heap import SharedHeap
@@ -79,6 +80,15 @@ class StoredRows(SlotTable):
             self.consumers.add(consumer)
             self.add_array(f"consumed by {consumer}")
         return self[f"consumed by {consumer}"]
+
+    def marks_of(self, consumer: str) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """Return by slot the lease and the step that a consumer's index has written to a row, to be read and changed.
+        """
+        names = f"lease of {consumer}", f"step of {consumer}"
+        for name in names:
+            if name not in self.arrays:
+                self.add_array(name)
+        return self[names[0]], self[names[1]]
 
 
 class ColumnTable:
@@ -167,6 +177,7 @@ class StorageShard:
         self.batches: dict[int, StoredBatch] = {}
         self.thinned: set[int] = set()  # batches that have lost rows since the last `_compact`
         self.next_batch = self.nbytes = 0
+        self.attempts: dict[str, int] = {}  # of each consumer's group, as its index knows it
         self.gone = Intervals()  # rows that all consumers have committed, by `_local_number`
 
     def put(self, ids: Ids, schema: Schema, payload: numpy.ndarray, versions: Ids | None = None,
@@ -243,10 +254,23 @@ class StorageShard:
         self._remove(slots[numpy.logical_and.reduce(marks)])
         self._compact()
 
-    def consumed(self, consumer: str) -> Ids:
-        """Return the ids of rows that a consumer has committed."""
+    def mark(self, consumer: str, marks: Ids, attempt: int) -> None:
+        """Write to rows by which lease, and in which step, they are leased or committed (`ConsumerIndex.marks`)."""
+        ids, *values = marks
+        slots = self.rows.find(ids)
+        for array, value in zip(self.rows.marks_of(consumer), values):
+            array[slots[slots >= 0]] = value[slots >= 0]
+        self.attempts[consumer] = attempt
+
+    def marked(self) -> dict[str, int]:
+        """Return how many rows have a lease or a commit of each consumer written to them."""
         slots = self.rows.all()
-        return self.rows["ids"][slots[self.rows.consumed_by(consumer)[slots] > 0]]
+        return {name: int((self.rows.marks_of(name)[0][slots] > 0).sum()) for name in self.attempts}
+
+    def marks(self, consumer: str, ids: Ids) -> Ids:
+        """Return what `mark` has written to rows that are here, [3, rows]."""
+        slots = self.rows.find(ids)
+        return numpy.stack([ids, *(array[slots] for array in self.rows.marks_of(consumer))])
 
     def forms(self, ids: Ids) -> Iterator[tuple[list[str], Ids]]:
         """Yield (columns, ids) of rows for each set of columns that some of them have."""

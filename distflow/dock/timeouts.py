@@ -89,7 +89,7 @@ def status(state: ShardState, connections: list[Connection], now: float) -> Repo
     """Return the figures of a process: what it holds, what went through it, and its clients."""
     storage = state.storage
     return {
-        "rows": len(storage.rows), "bytes": storage.nbytes,
+        "rows": len(storage.rows), "bytes": storage.nbytes, "marked": storage.marked(),
         "heap": storage.heap.taken(),  # with room that was promised, and rows that are being read
         "received": state.received + sum(each.received for each in connections),
         "sent": state.sent + sum(each.sent for each in connections),

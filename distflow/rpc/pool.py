@@ -69,15 +69,13 @@ class ConnectionPool:
         who: name of this process, sent in the first message of a connection.
         locate: returns where the process is now that had an address. A request that waits for it asks again every
             `look` seconds, and goes on with the process that has taken its place.
-        on_moved: called with an address whose process is another one than before, once that is connected.
     """
 
     def __init__(self, token: bytes, who: str, timeout: float, error_from: Callable[[Header], Exception],
-                 locate: Callable[[Address], Address], on_moved: Callable[[Address], None], look: float):
+                 locate: Callable[[Address], Address], look: float):
         self.token, self.who, self.timeout, self.session = token, who, timeout, secrets.token_hex(8)
-        self.error_from, self.locate, self.on_moved, self.look = error_from, locate, on_moved, look
+        self.error_from, self.locate, self.look = error_from, locate, look
         self.located: dict[Address, Address] = {}  # where each process was looked for last
-        self.served: dict[Address, Address] = {}  # where one has answered last
         self.connections: dict[Address, Connection] = {}
         self.activity = ""  # what this process is doing now; sent with the next request
         self.sent_activity: dict[Address, str] = {}
@@ -103,13 +101,6 @@ class ConnectionPool:
                     raise self.error_from(replies[index][0])
             failed.pop_all()
         return [replies[index] for index in range(len(requests))]
-
-    def reconnect_if_moved(self, address: Address) -> None:
-        """Connect to the process that has taken the place of another one, if one has; it may be too early for that."""
-        if address in self.served and self.locate(address) != self.served[address]:
-            self._drop(address)
-            with contextlib.suppress(OSError, ConnectionEnded, Unreachable):
-                self._connection(address)
 
     def memory_of(self, address: Address) -> numpy.ndarray | None:
         """Return the memory in which a process that has replied holds rows, [bytes] uint8; None if it is elsewhere."""
@@ -225,7 +216,4 @@ class ConnectionPool:
             answer = connection.ask({"op": "hello", "who": self.who, "session": self.session})
             connection.memory = MappedHeap.of_server(answer["memory"], self.token)
             self.connections[address] = connection
-            if at != self.served.setdefault(address, at):
-                self.served[address] = at
-                self.on_moved(address)
         return self.connections[address]

@@ -191,15 +191,81 @@ def test_a_lease_over_rows_that_were_lost_and_came_again_is_not_revived():
     assert ids(made.lease(2, 99.0, "b")) == [0, 1]
 
 
-@pytest.mark.parametrize("rows", [1, 256, 257, 5000])
-def test_a_replaced_index_adopts_a_lease_of_rows_that_a_shard_lists(rows):
-    made, number, held = ConsumerIndex(UPDATE, epoch=2), (1 << 32) + 1, numpy.arange(rows)
-    with pytest.raises(LeaseLost):
-        made.renew(number, 1.0, "a", held)
-    made.add_rows(table(held), UPDATE.reads)
-    assert made.renew(number, 1.0, "a", held) == UPDATE.seconds
-    assert made.lease(rows, 2.0, "b") is None
-    assert made.lease(1, 70.0, "b") is not None, "its holder did not renew it again"
+def restored(lost, *parts):
+    """Return an index that takes the place of a lost one, by what shards with these rows list."""
+    made, marks = ConsumerIndex(lost.consumer, epoch=2), lost.marks()
+    for rows in parts:
+        made.add_rows(table(rows), ["tokens", "rewards"])
+        made.restore(marks[:, numpy.isin(marks[0], rows)], 1.0)
+    return made
+
+
+@pytest.mark.parametrize("rows", [4, 256, 257, 5000])
+def test_a_restored_index_has_the_leases_of_the_lost_one(rows):
+    lost = index_of(range(rows))
+    lease = lost.lease(rows - 1, 0.0, "a")
+    made = restored(lost, range(rows // 2), range(rows // 2, rows))
+    assert ready(made) == [rows - 1]
+    assert made.renew(lease.number, 9.0, "a") == UPDATE.seconds
+    assert made.lease(2, 18.0, "b", least=2) is None
+    assert made.commit(lease.number, None, lease.ids, 18.5)
+    assert made.lease(2, 99.0, "b").ids.tolist() == [rows - 1]
+
+
+def test_a_restored_lease_that_nobody_renews_goes_to_others():
+    lost = index_of()
+    lost.lease(4, 0.0, "a")
+    made = restored(lost, range(4))
+    assert made.lease(4, 10.9, "b") is None
+    assert ids(made.lease(4, 11.0, "b")) == [0, 1, 2, 3]
+
+
+def test_ranks_that_ask_a_restored_index_again_get_the_same_shares():
+    lost = index_of(range(8))
+    before = [each.tolist() for each in lost.lease(8, 0.0, "a", step=3, shares=2).shares]
+    made = restored(lost, range(4), range(4, 8))
+    assert [each.tolist() for each in made.lease(8, 2.0, "b", step=3, share=1, shares=2).shares] == before
+
+
+def test_a_restored_lease_is_committed_without_the_rows_that_a_shard_has_lost():
+    lost = index_of()
+    lease = lost.lease(4, 0.0, "a", step=0)
+    made = restored(lost, [0, 2])
+    with pytest.raises(DockError, match=r"commits other rows than it holds: \[2\]"):
+        made.commit(lease.number, 0, numpy.array([0, 1, 3]), 2.0)
+    assert made.commit(lease.number, 0, lease.ids, 2.0)
+    made.add_rows(table([1, 3]), ["tokens", "rewards"])  # put again
+    assert ready(made) == []
+
+
+def test_a_restored_index_rolls_back_what_the_lost_one_had_committed():
+    consumer = Consumer("update", ("tokens", "rewards"), step_rows=4, can_roll_back=True)
+    lost = index_of(range(8), consumer)
+    for step in range(2):
+        lease = lost.lease(4, 0.0, "a", step=step)
+        assert lost.commit(lease.number, step, lease.ids, 0.0)
+    made = restored(lost, range(0, 8, 2), range(1, 8, 2))
+    assert ready(made) == []
+    with pytest.raises(DockError, match="step 1 of `update` is committed already"):
+        made.lease(4, 1.0, "b", step=1)
+    assert not made.commit(lease.number, 1, lease.ids, 1.0), "the commit is known"
+    assert made.rollback(1) == 4
+    assert made.lease(4, 2.0, "b", step=1).ids.tolist() == [4, 5, 6, 7]
+    assert restored(made, range(8)).rollback(0) == 4, "what was rolled back is not committed any more"
+
+
+def test_a_commit_that_one_of_two_shards_has_is_a_commit_of_all_its_rows():
+    lost = index_of(consumer=Consumer("update", ("tokens", "rewards"), can_roll_back=True))
+    lease = lost.lease(4, 0.0, "a", step=0)
+    leased = lost.marks()
+    assert lost.commit(lease.number, 0, lease.ids, 0.0)
+    for order in ([0, 1], [1, 0]):
+        made = ConsumerIndex(lost.consumer, epoch=2)
+        for part, marks in [((0, 1), lost.marks()), ((2, 3), leased)][:: 1 - 2 * order[0]]:
+            made.add_rows(table(part), ["tokens", "rewards"])
+            made.restore(marks[:, numpy.isin(marks[0], part)], 1.0)
+        assert ready(made) == []
+        assert made.rollback(0) == 4
 
 
 def test_a_commit_names_the_rows_that_its_lease_holds():

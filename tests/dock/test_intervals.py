@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.dock.index import Intervals
+from distflow.dock.intervals import Intervals
 
 
 @settings(max_examples=200)

@@ -15,7 +15,7 @@ import torch
 from docks import until
 
 from distflow.data.batch import Batch, Ragged
-from distflow.dock import Consumer, DockClient, TimedOut
+from distflow.dock import Consumer, DockClient, DockError, TimedOut
 from distflow.rpc.errors import Unreachable
 from distflow.telemetry.processes import stopped
 
@@ -174,6 +174,51 @@ def test_one_that_takes_the_place_of_another_begins_with_nothing(children, token
             assert dock.commit(dock.lease("update", 4, step=0))
             dead.kill()
             dead = children(port=dead.address[1], layout=dock.layout, number=0)
+
+
+ORDERED = Consumer("rollout", ("order",), ("tokens",), 2, home=0)
+TRAINED = Consumer("trainer", ("tokens",), (), 2, step_rows=12, can_roll_back=True, home=1)
+
+
+def test_an_index_whose_machine_is_lost_is_rebuilt_and_no_row_is_trained_twice(children, token):
+    """The machine of the trainer's index is lost, with a third of the rows: these alone come again."""
+    shards = [children() for _ in range(3)]
+    with DockClient([shard.address for shard in shards], token, "trainer", timeout=60) as dock:
+        dock.configure((ORDERED, TRAINED))
+        sampled, trained = sample(dock, range(36)), []
+        for step in range(2):
+            lease = dock.lease("trainer", 12, step=step, wait=10)
+            if step == 0:
+                dock.commit(lease)
+                trained += lease.ids.tolist()
+        until(lambda: [dock.status()[shard]["marked"].get("trainer") for shard in (0, 2)] == [8, 8])
+        shards[1].kill()
+        children(port=shards[1].address[1], layout=dock.layout, number=1)
+        lost = [row for row in range(36) if row // 2 % 3 == 1]
+        assert dock.index_status()["indexes"]["trainer"]["committed"] in (0, 8)  # of rows that are there
+        dock.commit(lease)  # of the index before; its rows were fetched, those of the lost shard too
+        trained += lease.ids.tolist()
+        dock.put(Batch(torch.tensor(lost), {"order": torch.zeros(len(lost))}))
+        again = sample(dock, lost)
+        assert again == {row: sampled[row] for row in lost}, "the same seeds give the same tokens"
+        lease = dock.lease("trainer", 12, step=2, wait=10)
+        assert dock.fetch(lease)["tokens"].tolist() == [sampled[row] for row in lease.ids.tolist()]
+        dock.commit(lease)
+        trained += lease.ids.tolist()
+        assert sorted(trained) == list(range(36))
+        with pytest.raises(DockError, match="step 1 of `trainer` is committed already"):
+            dock.lease("trainer", 12, step=1)
+
+
+def sample(dock, rows):
+    """Put what follows from the ids of these rows; return it by id."""
+    ids = torch.tensor(list(rows))
+    dock.put(Batch(ids, {"order": torch.zeros(len(ids))}))
+    lease = dock.lease("rollout", len(ids), wait=10)
+    dock.put(Batch(lease.ids, {"tokens": lease.ids * 7 % 31}))
+    dock.commit(lease)
+    assert lease.ids.tolist() == ids.tolist(), "rows that others have kept are not sampled again"
+    return dict(zip(ids.tolist(), (ids * 7 % 31).tolist()))
 
 
 def test_it_ends_with_whoever_started_it_and_that_is_noticed(children, token):
