@@ -15,6 +15,9 @@ Ids and lengths are verified at the far end, on both sides and in the time.
 One client alone is also measured in copies: what put, list and get take together, over one `memcpy` of the rows' bytes.
 Its rows lie in the two storage shards in turns, so none of them is beside the one before it: the worst case.
 
+Leases per second of 1, 4 and 16 consumers at once, each with a client of its own that leases one row and commits it, at
+four storage shards: with all indexes in the first one's process, and with each consumer's in another one's.
+
 With each storage shard that is added, what goes through the busiest one should fall in proportion (MindSpeed RL, Fig.
 9): that is counted in bytes, not timed, since on few cores all storage shards share what one can do.
 """
@@ -47,6 +50,7 @@ from distflow.dock.process import start  # noqa: E402
 GOAL, BUSIEST_GOAL, CLIENTS, SHARD_COUNTS = 2.0, 1.05, (1, 2, 4, 8), (1, 2, 4, 8)
 COPIES_GOAL, SHAPES, WARM = 8.0, ((1024, 2048), (2048, 1024), (4096, 512)), 3
 """Rows and tokens of each, all of 24 MiB; rounds of which no time is taken."""
+LEASES, LEASE_SHARDS, LEASE_CONSUMERS = 200, 4, (1, 4, 16)  # leases of each consumer; storage shards; consumers
 _COLUMNS = ("tokens", "logprobs", "rewards")
 _WAIT = 60.0
 
@@ -127,6 +131,53 @@ def client(line: Connection, addresses: list[tuple[str, int]], token: bytes, num
                     raise SystemExit(f"client {number} got other rows than it leased")
                 dock.commit(lease)
             line.send(time.perf_counter())
+
+
+def lease_rows(line: Connection, addresses: list[tuple[str, int]], token: bytes, consumer: str) -> None:
+    """Lease all rows for a consumer, one after the other, and commit them."""
+    torch.set_num_threads(1)
+    with DockClient(addresses, token, consumer, timeout=_WAIT) as dock:
+        dock.commit(dock.lease(consumer, 1, wait=_WAIT))
+        line.send("ready")
+        line.recv()
+        for _ in range(LEASES):
+            dock.commit(dock.lease(consumer, 1, wait=_WAIT))
+        line.send(time.perf_counter())
+
+
+def leases_per_second(consumers: int, spread: bool) -> float:
+    """Return how many leases are granted and committed; `spread`: the indexes are in several processes."""
+    token, context = secrets.token_bytes(32), multiprocessing.get_context("spawn")
+    clients: list[tuple[Any, Any]] = []
+    children = [start(token) for _ in range(LEASE_SHARDS)]
+    addresses, names = [child.address for child in children], [f"consumer {number}" for number in range(consumers)]
+    with DockClient(addresses, token, "driver", timeout=_WAIT) as dock:
+        dock.configure([Consumer(name, ("id",), home=number if spread else 0) for number, name in enumerate(names)])
+        dock.put(Batch(ids := torch.arange(LEASES + 1), {"id": ids}))
+        for name in names:
+            ours, theirs = context.Pipe()
+            clients.append((process := context.Process(target=lease_rows, args=(theirs, addresses, token, name)), ours))
+            process.start()
+        for _, line in clients:
+            line.recv()
+        begin = time.perf_counter()
+        for _, line in clients:
+            line.send("go")
+        seconds = max(line.recv() for _, line in clients) - begin
+    for process, _ in clients:
+        process.join()
+    for child in children:
+        child.stop()
+    return consumers * LEASES / seconds
+
+
+def show_leases(repeats: int) -> None:
+    """Print leases per second with one process of indexes and with several, by the number of consumers."""
+    for consumers in LEASE_CONSUMERS:
+        pairs = interleaved({"several": lambda _, count=consumers: leases_per_second(count, True),
+                             "one": lambda _, count=consumers: leases_per_second(count, False)}, repeats)
+        each = "  ".join(f"{name} {Spread.of([pair[name] for pair in pairs])}" for name in ("one", "several"))
+        print(f"{consumers:2} consumers  leases/s: {each}  ratio {ratios(pairs, 'several', 'one', float)}", flush=True)
 
 
 class Driver:
@@ -295,6 +346,7 @@ def main() -> None:
     show_table()
     even = show_shards(given)
     show_copies(given.cycles)
+    show_leases(given.repeats)
     if given.alone:
         return
     results = contest(given)

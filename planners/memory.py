@@ -189,10 +189,9 @@ def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layout
 
 
 def of_dock(spec: Spec, moves: Iterable[Transfer]) -> tuple[MemoryItem, ...]:
-    """Return what the samples between the groups take of the host memory of each machine that trains."""
+    """Return what the samples between the groups take of the host memory of each machine."""
     step, limit = sum(move.bytes_per_step for move in moves), int(spec.run.dock_gib * GIB)
-    formula = (f"dock_gib {spec.run.dock_gib:g}; a step's samples at their longest are {_gib(step)}, over all machines "
-               "that train")
+    formula = f"dock_gib {spec.run.dock_gib:g}; a step's samples at their longest are {_gib(step)}, over all machines"
     return (MemoryItem("dock: samples", limit, formula),)
 
 

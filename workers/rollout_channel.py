@@ -20,7 +20,7 @@ from torch import Tensor
 from distflow.data.batch import Batch
 from distflow.data.crossing import POLICIES
 from distflow.dock import DockClient, TimedOut
-from distflow.dock.consumers import ORDER, REQUESTS, VALIDATION, run_consumers
+from distflow.dock.consumers import ORDER, REQUESTS, VALIDATION, at_home, run_consumers
 from distflow.dock.directory import ShardDirectory
 from distflow.dock.index import Lease
 from distflow.dock.process import ShardProcess, start
@@ -63,6 +63,7 @@ class RolloutChannel:
     timeout: float = 10.0
     version_set: int = 0  # newest set of versions that this process has published
     found: tuple[int, dict[str, int]] = (-1, {})  # set of versions that was read last, and its number
+    near: int | None = None  # number of this machine's shard
     known_over: bool = False
     look_at: float = 0.0
 
@@ -73,7 +74,7 @@ class RolloutChannel:
         return replace(self, shard_process=None)
 
     def dock(self, who: str, attempt: int = 0) -> DockClient:  # one per thread
-        return DockClient(self.addresses, self.token, who, self.timeout, attempt, self.directory)
+        return DockClient(self.addresses, self.token, who, self.timeout, attempt, self.directory, self.near)
 
     def weights(self, role: str) -> Store:
         return self.store.below(f"weights/{role}")
@@ -239,30 +240,34 @@ class SampleTimeout:
 
 def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, in_order: bool = True,
                  silence: float = 0.0, takes: int | None = None) -> RolloutChannel:
-    """Start the run's dock, with a storage shard on each machine that trains: there the rows are read. Each shard is to
-    store `max_bytes`. `in_order`: the trainer takes the prompts of a step, and not those that are done. Where machines
-    come and go: `silence`, seconds after which one counts as lost, and `takes`, the number of the shard that this one
-    serves in place of a lost one, with no rows. Collective over all groups."""
+    """Start the run's dock, with a storage shard on each machine; where machines come and go, on each that trains. Each
+    shard is to store `max_bytes`. `in_order`: the trainer takes the prompts of a step, and not those that are done.
+    Where machines come and go: `silence`, seconds after which one counts as lost, and `takes`, the number of the shard
+    that this one serves in place of a lost one, with no rows. Collective over all groups."""
     token = store.agreed_token()
     store.store.add(_CAME)
-    host, training = own_host(), plan.groups[0].ranks
+    host, local = own_host(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    keeping = plan.groups[0].ranks if silence else range(plan.ranks)
+    number = store.rank // local
     lineage = RowLineage(plan.tasks, plan.source)
     rows = max(lineage.times(lineage.of(move.producer)) for move in plan.groups[0].plan.dock)
-    layout_at = partial(DockLayout, consumers=tuple(run_consumers(plan, rows, prompts, in_order)), max_bytes=max_bytes)
+    consumers = at_home(run_consumers(plan, rows, prompts, in_order), plan, local)
+    layout_at = partial(DockLayout, consumers=tuple(consumers), max_bytes=max_bytes)
     directory = ShardDirectory(store.store, plan.ranks) if silence else None
     started = partial(start, token, host=host, directory=directory)
-    keeps = store.rank in training and int(os.environ.get("LOCAL_RANK", 0)) == 0
-    find = partial(directory.addresses, len(training), store.wait_limit) if directory else lambda: []
+    keeps = store.rank in keeping and int(os.environ.get("LOCAL_RANK", 0)) == 0
+    find = partial(directory.addresses, len(keeping), store.wait_limit) if directory else lambda: []
     before = find()
     taken = directory is not None and takes in directory.known
     if taken and takes is not None:
         shard_process = started(layout=layout_at(tuple(before)), number=takes)
     else:
-        shard_process = started(number=store.rank // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if keeps else None
-        met = store.gather(_DOCK, json.dumps(shard_process.address) if shard_process else "", training)
+        shard_process = started(number=number) if keeps else None
+        met = store.gather(_DOCK, json.dumps(shard_process.address) if shard_process else "", keeping)
     layout = layout_at(tuple(find() if directory else [tuple(json.loads(text)) for text in met if text]))
     channel = RolloutChannel(store.store, token, [*layout.addresses], host, rows, prompts, plan.ranks, shard_process,
-                             layout, directory, max(_CLIENT_TIMEOUT, 3 * silence))
+                             layout, directory, max(_CLIENT_TIMEOUT, 3 * silence),
+                             near=number if number < len(layout.addresses) else None)
     if store.rank == 0 and not taken:
         with channel.dock("trainer 0") as dock:
             dock.configure(layout.consumers, max_bytes)

@@ -460,7 +460,7 @@ class Run(Document):
     """Library of the collectives between ranks. auto: nccl on GPUs, gloo on CPUs. Another one is tried at the start,
     which fails if it does not work. ucc: Unified Collective Communication, in few builds of torch."""
     dock_gib: PositiveFloat = 16.0
-    """GiB of samples in the host memory of each training machine (modes async and semi_sync). If they are full,
+    """GiB of samples in the host memory of each machine, or with `--store` of each that trains. If they are full,
     sampling ranks begin only prompts of the step that the trainer waits for, until it releases others. The trainer
     never waits for room. With `on_stale` drop or keep no rank waits: the trainer releases rows of trained steps."""
     layouts: dict[str, Parallel] = {}

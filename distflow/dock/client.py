@@ -46,13 +46,14 @@ class DockClient:
         timeout: seconds without any answer after which a process of the dock counts as unreachable.
         attempt: of the group that this process restarts with, if that is all there is of the consumer. Requests of an
             attempt before the one that has rolled back last are refused.
+        near: number of this machine's shard, of whose rows a lease for no step gets what there is first.
         directory: of the shards, if another process may take the place of one. Its `addresses` name it still.
     """
 
     def __init__(self, addresses: Sequence[Address], token: bytes, who: str, timeout: float = 10.0, attempt: int = 0,
-                 directory: ShardDirectory | None = None):
+                 directory: ShardDirectory | None = None, near: int | None = None):
         self.who = f"{who} ({socket.gethostname()}:{os.getpid()})"
-        self.directory = directory
+        self.directory, self.near = directory, near
         self.pool = ConnectionPool(token, self.who, timeout, error_from, self._locate,
                                    directory.poll_seconds if directory else math.inf)
         self.epochs: dict[int, int] = {}  # of the shards' processes that rows were fetched from last, by number
@@ -122,7 +123,8 @@ class DockClient:
         """
         reply = self._ask_index({
             "op": "lease", "consumer": consumer, "count": count, "least": count if least is None else least,
-            "wait": wait, "step": step, "share": share, "shares": shares, "request": secrets.randbits(62) + 1}, wait)
+            "wait": wait, "step": step, "share": share, "shares": shares, "request": secrets.randbits(62) + 1,
+            "near": self.near if step is None else None}, wait)
         if reply["rows"] is None:
             return None
         table = read_table(reply["rows"])

@@ -48,6 +48,14 @@ def run_consumers(plan: Plan, rows: int, prompts: int, in_order: bool) -> list[C
     return consumers
 
 
+def at_home(consumers: Sequence[Consumer], plan: Plan, local: int) -> list[Consumer]:
+    """Return the consumers with their indexes on the machines of their first ranks, of which each machine has `local`.
+    """
+    machines = {group.name: group.first // local for group in plan.groups}
+    machines |= {VALIDATION: machines.get(ROLLOUT, 0), ANSWERED: machines[plan.groups[0].name]}
+    return [replace(each, home=machines.get(each.name.partition(":")[0], 0)) for each in consumers]
+
+
 def awaited_by(group: Group) -> dict[str, str]:
     """Return the nodes of other groups for whose columns a trainer waits within a step, and by each the consumer as
     which it does."""

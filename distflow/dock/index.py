@@ -242,11 +242,13 @@ class ConsumerIndex:
         return numpy.concatenate([_marks(_NO_IDS), *changes], axis=1)
 
     def lease(self, count: int, now: float, session: str, *, least: int = 1, step: int | None = None, share: int = 0,
-              shares: int = 1, request: int = 0, attempt: int = 0) -> GrantedLease | None:
+              shares: int = 1, request: int = 0, attempt: int = 0,
+              near: Callable[[Ids], numpy.ndarray] | None = None) -> GrantedLease | None:
         """Lease up to `count` rows, or return None if fewer than `least` are ready.
 
         A session that asks for a leased step joins that lease: the ranks of a group get their shares of one draw. The
-        same `request` always gets the same lease. Raises DockError: the step is committed, or the group asks with
+        same `request` always gets the same lease. Rows that `near` returns True of are leased first, within a step.
+        Raises DockError: the step is committed, or the group asks with
         another number of shares than before."""
         if not 0 <= share < shares:
             raise DockError(f"`{self.consumer.name}` was asked for share {share} of {shares}; shares count from 0")
@@ -256,7 +258,7 @@ class ConsumerIndex:
             return None
         granted = self._find_lease(step, request)
         if granted is None:
-            chosen = self._choose_groups(count, step)
+            chosen = self._choose_groups(count, step, near)
             rows = numpy.sort(self._rows_of(chosen))
             if len(rows) < max(least, 1):
                 return None
@@ -469,12 +471,15 @@ class ConsumerIndex:
                 raise DockError(f"step {step} of `{self.consumer.name}` is committed already, and was not rolled back")
         return found
 
-    def _choose_groups(self, count: int, step: int | None) -> list[tuple[int, Ids]]:
+    def _choose_groups(self, count: int, step: int | None,
+                       near: Callable[[Ids], numpy.ndarray] | None = None) -> list[tuple[int, Ids]]:
         """Return the groups to lease by step, in order: all before the first that does not fit into `count` rows, or
         into the dock's room. Groups after that are not looked at."""
         chosen: list[tuple[int, Ids]] = []
         rows = 0
         for each in self.ready.steps(step):
+            if near is not None:
+                self.ready.bring_forward(each, near)
             fits = min(count, self._room_for(each)) - rows
             groups = self.ready.first_groups(each, int(fits) // self.consumer.group_size)
             chosen.append((each, groups))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -176,6 +176,12 @@ class ReadyRows:
             found.append(part[:lacking])
             lacking -= len(part)
         return numpy.concatenate(found)
+
+    def bring_forward(self, step: int, wanted: Callable[[Ids], numpy.ndarray]) -> None:
+        """Have the groups of a step leased first of whose first rows `wanted` returns True."""
+        groups = numpy.concatenate([*self.queues[step]])
+        first = wanted(groups * self.group_size)
+        self.queues[step] = deque([part for part in (groups[first], groups[~first]) if len(part)])
 
     def pop(self, step: int, count: int) -> None:
         """Remove the first groups of a step."""

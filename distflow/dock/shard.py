@@ -212,10 +212,12 @@ class StorageShardServer:
     @locked
     def _lease(self, request: ClientRequest) -> Header:
         """Reply with the leased rows; without any if they do not come in time, which `shortage` explains."""
-        header, index = request.header, self._index(request)
+        header, index, number = request.header, self._index(request), request.header.get("near")
+        shard_of = self.state.configured().shard_of
         granted = self._await_rows(header, index, lambda now: index.lease(
             header["count"], now, request.session, least=header["least"], step=header["step"], share=header["share"],
-            shares=header["shares"], request=header["request"], attempt=header["attempt"]))
+            shares=header["shares"], request=header["request"], attempt=header["attempt"],
+            near=None if number is None else lambda rows: shard_of(rows) == number))
         if granted is None:
             return {"rows": None}
         self.state.wake()  # those that wait for the same step with another share

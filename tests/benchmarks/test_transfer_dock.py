@@ -30,7 +30,7 @@ def test_table_1(row):
 
 def test_its_head_says_what_copies_rows(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["transfer_dock", "--alone", "--quick"])
-    for part in ("show_table", "show_shards", "show_copies"):
+    for part in ("show_table", "show_shards", "show_copies", "show_leases"):
         monkeypatch.setattr(transfer_dock, part, lambda *_: None)
     transfer_dock.main()
     assert capsys.readouterr().out == f"{COPIES}\n"

@@ -148,6 +148,28 @@ def test_a_waiting_consumer_wakes_when_rows_come(dock, token):
     other.close()
 
 
+def test_a_rank_gets_the_rows_of_its_own_machines_shard_first(dock, token):
+    at = dock(2, (Consumer("rollout", ("prompt",), home=1),))
+    at.put(Batch(torch.arange(6), {"prompt": torch.zeros(6)}))
+    until(lambda: at.index_status()["indexes"]["rollout"]["ready"] == 6)
+    with DockClient(at.addresses, token, "one of machine 1", near=1) as near:
+        taken = [near.lease("rollout", 1).ids.tolist() for _ in range(4)]
+    assert sorted(taken[:3]) == [[1], [3], [5]]
+    assert taken[3] == [0], "rather than none"
+
+
+def test_each_index_is_where_its_consumer_is(dock):
+    at = dock(3, (REWARD, Consumer("update", ("tokens", "rewards"), home=2)))
+    at.put(tokens(range(9)))
+    work = at.lease("reward", 9, wait=5)
+    at.put(scored(range(9)))
+    assert at.commit(work)
+    assert at.commit(at.lease("update", 9, wait=5))
+    assert [[*part["indexes"]] for part in at.status()] == [["reward"], [], ["update"]]
+    assert {*at.index_status()["indexes"]} == {"reward", "update"}
+    until(lambda: left(at) == 0)
+
+
 def test_a_group_is_leased_whole(dock):
     at = dock(2, (Consumer("tokens", ("prompt",)), Consumer("update", ("tokens",), group_size=2)))
     at.put(tokens(range(6)))

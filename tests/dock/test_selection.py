@@ -80,6 +80,15 @@ def test_counts_agree_with_the_groups_whatever_comes_and_goes(seed):
         assert len(made) == len(there)
 
 
+def test_groups_of_ones_own_shard_are_leased_first_and_then_those_of_others():
+    made = ready(range(12), group_size=2, step_rows=8)
+    made.bring_forward(0, lambda rows: rows // 2 % 2 == 1)
+    assert (groups(made, 0), groups(made, 1)) == ([1, 3, 0, 2], [4, 5])
+    made.bring_forward(0, lambda rows: rows < 0)
+    made.pop(0, 1)
+    assert groups(made, 0) == [3, 0, 2]
+
+
 def test_rows_under_way_count_with_the_mean_of_those_that_have_come():
     room = StorageBudget(limit=1000)
     assert room.rows_that_fit(longest=500) == 2, "none has come: each may become as long as that"

@@ -18,6 +18,7 @@ from distflow.data.crossing import ReceivedColumns, rows_for_others
 from distflow.data.databuffer import Databuffer
 from distflow.data.row_filter import KeptRows
 from distflow.errors import ColumnError, Disagreement
+from distflow.plan import ROLLOUT, TRAINER
 from distflow.recovery.store import RunStore
 from distflow.rpc.run_token import TOKEN, run_token
 from distflow.telemetry.metrics import Metrics
@@ -111,7 +112,10 @@ def shards(port: int, silence: float) -> tuple[int | None, list[tuple[str, int]]
     with mock.patch.dict(os.environ, place):
         channel = open_channel(made, 2, RunStore(60), 1 << 20, silence=silence)
     with channel.dock("any") as dock:
-        assert [shard["rows"] for shard in dock.status()] == [0, 0]
+        status = dock.status()
+        assert [shard["rows"] for shard in status] == [0, 0] if silence else [0, 0, 0]
+        assert TRAINER in status[0]["indexes"]
+        assert ROLLOUT in status[0 if silence else 2]["indexes"], "beside the first rank that samples"
     number = channel.shard_process and channel.shard_process.number
     dist.barrier()
     channel.close()
@@ -119,11 +123,11 @@ def shards(port: int, silence: float) -> tuple[int | None, list[tuple[str, int]]
 
 
 @pytest.mark.parametrize("silence", [0.0, 30.0])
-def test_each_machine_that_trains_has_a_shard_which_moves_only_where_machines_come_and_go(store, silence):
+def test_each_machine_has_a_shard_and_where_machines_come_and_go_each_that_trains(store, silence):
     numbers, addresses, moves = zip(*run_ranks(3, shards, store.port, silence))
-    assert numbers == (0, 1, None)
+    assert numbers == (0, 1, None if silence else 2)
     assert addresses[0] == addresses[1] == addresses[2]
-    assert len({*addresses[0]}) == 2
+    assert len({*addresses[0]}) == (2 if silence else 3)
     assert {*moves} == {bool(silence)}
     assert bool(store.get("0/shard/0")) == bool(silence)
 
