@@ -3,7 +3,8 @@
     nano-vllm    decoding of 256 requests of unlike lengths, as its `bench.py` draws them: seed 0, prompts and answers
                  of 100 to 1,024 tokens each, temperature 0.6, ends ignored, one warm-up. 133,966 tokens are sampled
     prime-rl     a training step on rows of 8,192 and 16,384 tokens, recomputed, in bfloat16 on a GPU, one row at a
-                 time; for Qwen3-4B with adapters of rank 16
+                 time, by SFT's loss, and by that of PPO on rows of 16,384 and 65,536; for Qwen3-4B with adapters of
+                 rank 16
 
 Figures of others are theirs, on their hardware: `source` says which. With the tiny shape the same rows are drawn a
 sixteenth as long, which only shows that the parts run.
@@ -24,6 +25,8 @@ from distflow.data.batch import Batch
 from workers.engines.adapters import attach
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.rollout import SampledRow
+from workers.functions.losses import surrogate
+from workers.functions.updates import PolicyLoss
 
 THEIRS = {
     ("nano-vllm", "0.5B"): "24,121 tokens/s (nano-vllm-triton#1), 17,711 (vLLM 0.10.2, nano-vllm#245)",
@@ -31,7 +34,8 @@ THEIRS = {
         "10,009 tokens/s (nano-vllm-triton#1), 8,588 (vLLM 0.10, A800), 9,530 (vLLM 0.21, A100)",
     ("prime-rl", "Qwen3-0.6B", 8192): "26,005 tokens/s, MFU 16.8%, 31.7 GiB (one H100, FA3, benchmarks/baselines)",
     ("prime-rl", "Qwen3-0.6B", 16384): "25,486 tokens/s, MFU 23.7%, 52.8 GiB (one H100, FA3, benchmarks/baselines)",
-    ("prime-rl", "Qwen3-4B", 16384): "6,229 tokens/s (one H100, RL step with LoRA of rank 16, benchmarks/baselines)",
+    ("prime-rl", "Qwen3-0.6B", 65536, "RL"): "10,147 tokens/s, MFU 26.8% (one H100, RL step, benchmarks/baselines)",
+    ("prime-rl", "Qwen3-4B", 16384, "RL"): "6,229 tokens/s (one H100, RL step, LoRA of rank 16, benchmarks/baselines)",
 }
 OF_PROJECT = {"nano-vllm": ["0.5B", "Qwen3-0.6B"], "prime-rl": ["Qwen3-0.6B", "Qwen3-4B"]}
 """Shapes that a project has published figures for."""
@@ -71,26 +75,37 @@ def nano_vllm(bench: Bench) -> Iterator[Part]:
 def prime_rl(bench: Bench) -> Iterator[Part]:
     """Train on long rows, one at a time, each layer's activations computed again."""
     adapters = Lora(rank=16, alpha=32) if bench.shape.name == "Qwen3-4B" else None
-    lengths = (8192 // _TINY, 16384 // _TINY) if bench.shape.name == "tiny" else (16384,) if adapters else (8192, 16384)
-    settings = RoleRun(micro_batch_tokens=max(lengths), recompute=True, learning_rate=1e-6, dtype="auto", lora=adapters)
+    short = _TINY if bench.shape.name == "tiny" else 1
+    rows = [(16384, "RL")] if adapters else [(8192, "SFT"), (16384, "SFT"), (16384, "RL"), (65536, "RL")]
+    longest = max(length for length, _ in rows) // short
+    settings = RoleRun(micro_batch_tokens=longest, recompute=True, learning_rate=1e-6, dtype="auto", lora=adapters)
     model = bench.model(bench.shape)
     if adapters:
         attach(model, adapters, 0)
     trainer = FSDPEngine(model, settings, bench.mesh, pad_token=0, steps=10, trained=True)
-    for length in lengths:
-        yield _long_rows(bench, trainer, length)
+    for length, kind in rows:
+        yield _long_rows(bench, trainer, length // short, kind)
 
 
-def _long_rows(bench: Bench, trainer: FSDPEngine, length: int) -> Part:
-    batch = Batch(torch.arange(_ROWS), {"prompts": bench.tokens(_ROWS, 1),
-                                        "responses": bench.tokens(_ROWS, length - 1)})
-    trained = _ROWS * (length - 1)
-    seconds = bench.repeated(lambda: trainer.update(batch, lambda logprobs, *_: -logprobs.sum() / trained, 1.0, 0))
-    rates = bench.rates(seconds, _ROWS * length, TRAINING * _ROWS * bench.shape.flops(1, length - 1))
+def _long_rows(bench: Bench, trainer: FSDPEngine, length: int, kind: str) -> Part:
+    count = max(1, min(_ROWS, _ROWS * 16384 // (length * (_TINY if bench.shape.name == "tiny" else 1))))
+    responses = bench.tokens(count, length - 1)
+    columns = {name: responses.with_values(torch.zeros(len(responses.values)))
+               for name in ("old", "behaviour", "advantages", "weights")}
+    columns["mask"] = responses.with_values(torch.ones(len(responses.values), dtype=torch.bool))
+    columns["weights"].values.fill_(1 / len(responses.values))
+    columns["advantages"].values.fill_(1.0)
+    batch = Batch(torch.arange(count), {"prompts": bench.tokens(count, 1), "responses": responses,
+                                        **(columns if kind == "RL" else {})})
+    loss = PolicyLoss(surrogate("ppo", 0.2, None, None), 0.0, "k3", 1.0) if kind == "RL" else \
+        lambda logprobs, *_: -logprobs.sum() / len(responses.values)
+    seconds = bench.repeated(lambda: trainer.update(batch, loss, 1.0, 0))
+    rates = bench.rates(seconds, count * length, TRAINING * count * bench.shape.flops(1, length - 1))
     most = most_allocated(bench.kind)
     at_most = "" if most is None else f"; at most {shown(most)} allocated"
-    return Part(f"rows of {length}", f"training step on {_ROWS} rows of {length:,} tokens, one at a time: {said(rates)}"
-                f"{at_most}" + _beside("prime-rl", bench.shape.name, length), rates)
+    name = f"rows of {length}" + ", RL" * (kind == "RL")
+    return Part(name, f"training step ({kind}) on {count} rows of {length:,} tokens, one at a time: {said(rates)}"
+                f"{at_most}" + _beside("prime-rl", bench.shape.name, length, *(["RL"] if kind == "RL" else [])), rates)
 
 
 def _beside(*key: str | int) -> str:

@@ -1,9 +1,9 @@
 """GRPO end to end: completion tokens per second of distflow and of TRL's GRPOTrainer, and their reward curves.
 
 Both train the same model folder on the same prompts in the same order, with two processes under torchrun, one thread
-each, on the CPU, in float32: 32 prompts an update, 8 samples a prompt at temperature 1, one optimizer step an update,
-token-mean loss, group-normalised advantages, AdamW. Both call distflow's `math` reward, the same source file. The two
-take turns; repeat `i` uses seed `i` on both sides.
+each, on the CPU, in float32 (`--device cuda`: one process, in bfloat16 over float32 weights): 32 prompts an update, 8
+samples a prompt at temperature 1, one optimizer step an update, token-mean loss, group-normalised advantages, AdamW.
+Both call distflow's `math` reward, the same source file. The two take turns; repeat `i` uses seed `i` on both sides.
 
 Choices, each of them the cheaper one for TRL where it matters:
 - No KL term (TRL's default, `beta=0`): TRL keeps no reference model then, and distflow runs `grpo.yaml` without its
@@ -15,7 +15,8 @@ Choices, each of them the cheaper one for TRL where it matters:
 - Plain `generate` with its dynamic cache. Of TRL's accelerators of generation, vLLM wants a GPU, and transformers'
   continuous batching took 1.7 times as long per update on two CPU cores (and all memory, unless it is told a size).
 - distflow leaves rows out of the backward pass whose advantages are all zero (a group of equal rewards): without a KL
-  term they have no gradient. TRL computes them. This is part of what is measured.
+  term they have no gradient. TRL computes them. This is part of what is measured; `--all-rows` adds a third side, which
+  is distflow with an entropy term of 1e-9, so that it computes all of them, and the entropies' gradients too.
 - TRL's warm-up is made to start above zero, as distflow's does, so that both have the same rate in every update.
 
 Time runs from the end of one update to the end of another, as the parent process reads of them, over the updates after
@@ -56,8 +57,9 @@ from distflow.config.yaml_source import read  # noqa: E402
 from distflow.data.dataloader import Dataloader  # noqa: E402
 from distflow.data.dataset import open_records  # noqa: E402
 
-RANKS, GOAL = 2, 2.0
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+GOAL = 2.0
+DISTFLOW, ALL_ROWS = "distflow", "all rows"
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 _STEP = re.compile(r"\bstep (\d+)/\d+\b")
 
 
@@ -81,20 +83,23 @@ class Contest:
     """The two sides; what they share is read from distflow's own DAG and run file."""
 
     def __init__(self, given: Namespace, scratch: Path):
-        self.given, self.scratch = given, scratch
+        self.given, self.scratch, self.ranks = given, scratch, 1 if given.device == "cuda" else 2
         self.dag = scratch / "grpo.yaml"
         self.dag.write_text(yaml.safe_dump(without_reference(read(SHIPPED / "grpo.yaml", "grpo.yaml").data)))
         self.peer = given.peer_python or peer_python(".venv-trl", "trl.txt")
         self.model = given.start_model.resolve() if given.start_model else self._start_model()
 
-    def distflow(self, seed: int) -> Curve:
-        overrides = [part for value in self._overrides(seed) for part in ("--set", value)]
-        name = f"grpo-{seed}"
-        ends = timed(sys.executable, "distflow/launch.py", "--dag", str(self.dag), "--run-file", self.given.run_file,
-                     "--name", name, *overrides)
+    def distflow(self, seed: int, side: str = DISTFLOW, settings: Sequence[str] = ()) -> Curve:
+        overrides = [part for value in (*self._overrides(seed), *settings) for part in ("--set", value)]
+        name = f"grpo-{seed}-{len(settings)}"
+        ends = timed(self.ranks, sys.executable, "distflow/launch.py", "--dag", str(self.dag), "--run-file",
+                     self.given.run_file, "--name", name, *overrides)
         steps = [json.loads(line) for line in (self.scratch / name / "metrics.jsonl").read_text().splitlines()]
-        return self._run_and_time("distflow", seed, Curve(ends, [step["tokens"] for step in steps],
+        return self._run_and_time(side, seed, Curve(ends, [step["tokens"] for step in steps],
                                                           [step["reward/mean"] for step in steps]))
+
+    def all_rows(self, seed: int) -> Curve:
+        return self.distflow(seed, ALL_ROWS, ["nodes.update.with.entropy=1e-9"])
 
     def trl(self, seed: int) -> Curve:
         spec = load(str(self.dag), self.given.run_file, self._overrides(seed))
@@ -103,10 +108,10 @@ class Contest:
         records = output / "records.jsonl"
         records.write_text("".join(json.dumps(record) + "\n" for record in drawn(spec)))
         config = output / "config.json"
-        config.write_text(json.dumps(peer_config(spec) | {"model": str(self.model), "records": str(records),
-                                                          "output": str(output)}))
-        ends = timed(self.peer, "benchmarks/peers/trl_grpo.py", str(config))
-        ranks = [json.loads((output / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
+        config.write_text(json.dumps(peer_config(spec) | {
+            "device": self.given.device, "model": str(self.model), "records": str(records), "output": str(output)}))
+        ends = timed(self.ranks, self.peer, "benchmarks/peers/trl_grpo.py", str(config))
+        ranks = [json.loads((output / f"rank-{rank}.json").read_text()) for rank in range(self.ranks)]
         tokens = [sum(part["tokens"] for part in parts) for parts in zip(*ranks)]
         rewards = [sum(part["reward"] for part in parts) / sum(part["rows"] for part in parts) for parts in zip(*ranks)]
         return self._run_and_time("TRL", seed, Curve(ends, tokens, rewards))
@@ -122,17 +127,18 @@ class Contest:
         return curve
 
     def _overrides(self, seed: int) -> list[str]:
-        return [f"seed={seed}", f"steps={self.given.updates}", f"ranks={RANKS}", f"output={self.scratch}",
-                f"roles.actor.model={self.model}", "roles.actor.schedule=constant", "roles.actor.dtype=float32",
-                "checkpoint.every=0", "validation=null"]
+        dtype = "bfloat16" if self.given.device == "cuda" else "float32"
+        return [f"seed={seed}", f"steps={self.given.updates}", f"ranks={self.ranks}", f"output={self.scratch}",
+                f"roles.actor.model={self.model}", "roles.actor.schedule=constant", f"roles.actor.dtype={dtype}",
+                "checkpoint.every=0", "validation=null", *self.given.settings]
 
     def _start_model(self) -> Path:
         """Make a model by distflow's supervised fine-tuning of a random one; return its folder."""
         print(f"training the start model: sft.yaml with {self.given.sft_run_file}", flush=True)
         quick = ("--set", "steps=2") if self.given.quick else ()
-        timed(sys.executable, "distflow/launch.py", "--dag", "sft.yaml", "--run-file", self.given.sft_run_file,
-              "--name", "sft", "--set", f"output={self.scratch}", "--set", f"ranks={RANKS}",
-              "--set", "checkpoint.every=0", "--set", "validation=null", *quick)
+        timed(self.ranks, sys.executable, "distflow/launch.py", "--dag", "sft.yaml", "--run-file",
+              self.given.sft_run_file, "--name", "sft", "--set", f"output={self.scratch}",
+              "--set", f"ranks={self.ranks}", "--set", "checkpoint.every=0", "--set", "validation=null", *quick)
         return self.scratch / "sft" / "model"
 
 
@@ -176,16 +182,17 @@ def peer_config(spec: Spec) -> dict[str, Any]:
             "max_completion_length": actor.generation.max_new_tokens, "learning_rate": actor.learning_rate,
             "warmup_steps": actor.warmup_steps, "weight_decay": actor.weight_decay, "adam_beta1": actor.betas[0],
             "adam_beta2": actor.betas[1], "max_grad_norm": actor.max_grad_norm, "epsilon": update.get("clip", 0.2),
-            "reward": nodes["reward"].settings.get("reward", "math"), "extra": {}}
+            "reward": nodes["reward"].settings.get("reward", "math"), "system_prompt": spec.run.data.system_prompt,
+            "extra": {}}
 
 
-def timed(python: str | Path, *script: str) -> list[float]:
-    """Run a script under torchrun and return when it reported the end of each step.
+def timed(ranks: int, python: str | Path, *script: str) -> list[float]:
+    """Run a script under torchrun with so many processes and return when it reported the end of each step.
 
     Raises:
         SystemExit: it failed; shows its last lines.
     """
-    command = [str(python), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", *script]
+    command = [str(python), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *script]
     ends: dict[int, float] = {}
     tail: deque[str] = deque(maxlen=100)
     with subprocess.Popen(command, cwd=ROOT, env=os.environ | _ENVIRONMENT, text=True, stdout=subprocess.PIPE,
@@ -228,6 +235,9 @@ def conclude_from(pairs: Sequence[dict[str, Curve]], skip: int) -> None:
     print(f"reward over the last third, distflow minus TRL: {gap:+.3f} {verdict}")
     updates = ratios(pairs, "distflow", "trl", lambda curve: 1 / curve.seconds_per_update(skip))
     print(f"updates per second, distflow over TRL: {updates}")
+    if ALL_ROWS in pairs[0]:
+        same_rows = ratios(pairs, ALL_ROWS, "trl", lambda curve: curve.tokens_per_second(skip))
+        print(f"completion tokens per second, distflow with all rows over TRL: {same_rows}")
     speed = ratios(pairs, "distflow", "trl", lambda curve: curve.tokens_per_second(skip))
     conclude("GRPO end to end, completion tokens per second, distflow over TRL 1.16", speed, GOAL, holds=agree)
 
@@ -238,16 +248,22 @@ def main() -> None:
     parser.add_argument("--skip", type=int, help="first updates, which are not timed; default 5, with --quick 2")
     parser.add_argument("--peer-python", type=Path, help="with TRL; default: that of .venv-trl, made if missing")
     parser.add_argument("--start-model", type=Path, help="a model folder; default: distflow trains one first")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--set", action="append", dest="settings", default=[], help="of distflow; TRL gets them, too")
     parser.add_argument("--run-file", default="embedded.yaml", help="distflow's run file, whose settings TRL gets too")
+    parser.add_argument("--all-rows", action="store_true", help="a third side: distflow that computes every row, too")
     parser.add_argument("--sft-run-file", default="embedded_sft.yaml", help="for the start model")
     given = parsed(parser)
     given.updates = given.updates or (6 if given.quick else 60)
     given.skip = given.skip or (2 if given.quick else 5)
     if given.updates <= given.skip:
         parser.error(f"--updates {given.updates} leaves nothing to time after the first {given.skip}")
+    if given.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory(prefix="end-to-end-vs-trl-") as scratch:
         contest = Contest(given, Path(scratch))
-        pairs = interleaved({"trl": contest.trl, "distflow": contest.distflow}, given.repeats)
+        sides = {"trl": contest.trl, DISTFLOW: contest.distflow}
+        pairs = interleaved(sides | ({ALL_ROWS: contest.all_rows} if given.all_rows else {}), given.repeats)
     conclude_from(pairs, given.skip)
 
 

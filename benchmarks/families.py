@@ -6,6 +6,7 @@ those that are there are not measured again:
 
     python -m benchmarks.families              # all that are not there yet
     python -m benchmarks.families gemma3_text  # these again
+    python -m benchmarks.families gemma3_text --device cuda --dtype bfloat16 --results elsewhere.json
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-os.environ |= {"PYTHONPATH": os.pathsep.join(sys.path[:2]), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+os.environ |= {"PYTHONPATH": os.pathsep.join(sys.path[:2]), "OMP_NUM_THREADS": "1",
                "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
 RESULTS = ROOT / "benchmarks/results/families.json"
 SECONDS = 120  # of one check
@@ -33,7 +34,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of distflow's side")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of distflow's side")
     given = parser.parse_args()
+    os.environ |= {"FAMILIES_DEVICE": given.device, "FAMILIES_DTYPE": given.dtype}
+    if given.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import transformers
     from engines.families import FAMILIES, kind_of
 

@@ -161,8 +161,8 @@ def ended(process: subprocess.Popen, limit: float) -> str:
 def figures_of(folder: Path) -> Iterator[str]:
     """Yield what a run's metrics, plan and events say, a line each."""
     reader = RunReader(folder)
-    steps, plan = reader.steps(), reader.plan
-    timed = sorted((step for step in steps if "seconds" in step), key=lambda step: step["seconds"])
+    steps, plan = reader.timed_steps(), reader.plan
+    timed = sorted(steps, key=lambda step: step["seconds"])
     usual = timed[len(timed) // 2]
     nodes = sorted(name for name in usual if name.startswith("seconds/") and name.count("/") == 1)
     said = {name: usual[name] for name in ("seconds", *nodes, "tokens_per_second", "mfu", "snapshot/seconds",
@@ -196,8 +196,8 @@ def is_installed(module: str) -> bool:
     return (not parent or is_installed(parent)) and importlib.util.find_spec(module) is not None
 
 
-def say_versions(report: Report, kind: str) -> None:
-    report.say(f"# python -m benchmarks.gpu_session: {description(kind)}")
+def say_versions(report: Report, kind: str, program: str = "gpu_session") -> None:
+    report.say(f"# python -m benchmarks.{program}: {description(kind)}")
     found = []
     for name in LIBRARIES:
         try:

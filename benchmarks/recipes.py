@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.ratio import interval_of  # noqa: E402 - needs the path above
 from distflow.telemetry.accuracy import interval  # noqa: E402 - needs the path above
 from distflow.telemetry.run_reader import RunReader  # noqa: E402 - needs the path above
 
@@ -30,8 +32,12 @@ STAGES = {"sft": ("#6e7781", "SFT"), "grpo": ("#1f6feb", "GRPO"), "control": ("#
 OTHER_ORDER = 1000
 """Added to the seed of the SFT that continues, so that it does not begin with the problems that it has seen."""
 GRPO_SETTINGS = {"chain_sum": (), "spell_backward": ("nodes.reward.with.reward=exact_answer:letters",),
+                 "reverse_words": ("nodes.reward.with.reward=examples.recipes.spell_backward.exact_answer:exact",),
                  "calculator": ()}
 """Recipe → what its GRPO has beside its run file."""
+BASE, MODEL = "base", RUNS / "SmolLM2-135M-Instruct"
+EVALUATIONS = {"evaluate": "curve", "greedy": "likeliest"}
+"""Kind of evaluation → what its shares are called in the results: of sampled conversations, of the likeliest ones."""
 CONVERSING = {"calculator"}
 """Recipes with DAGs of their own for GRPO and for evaluation, since validation asks for single turns."""
 
@@ -44,18 +50,23 @@ class Study:
     seed: int
 
     def folder(self, stage: str) -> Path:
-        return RUNS / f"{self.recipe}-{stage}-{self.seed}"
+        return RUNS / f"{self.recipe}-{stage}-{0 if stage.endswith(BASE) else self.seed}"
+
+    def model(self, stage: str) -> Path:
+        """Return the model that a stage leaves, or that of all seeds before any."""
+        return MODEL if stage == BASE else self.folder(stage) / "model"
 
     @property
     def stages(self) -> tuple[str, ...]:
         """Stages that are started, in their order."""
         if self.recipe not in CONVERSING:
             return tuple(STAGES)
-        return tuple(stage for trained in STAGES for stage in (trained, f"evaluate-{trained}"))
+        evaluated = {trained: [f"{kind}-{trained}" for kind in EVALUATIONS] for trained in (BASE, *STAGES)}
+        return (*evaluated[BASE], *(stage for trained in STAGES for stage in (trained, *evaluated[trained])))
 
     def command(self, stage: str) -> list[str]:
         """Return the words behind `distflow` that start a stage, or resume it."""
-        folder, start = self.folder(stage), f"roles.actor.model={self.folder('sft') / 'model'}"
+        folder, start = self.folder(stage), f"roles.actor.model={self.model('sft')}"
         if (folder / "checkpoints").is_dir():
             return ["resume", str(folder)]
         steps, kind = RunReader(self.folder("grpo")).summary.get("steps"), stage.partition("-")[0]
@@ -64,7 +75,9 @@ class Study:
             "sft": ("sft", [f"seed={self.seed}"]),
             "grpo": ("grpo", [f"seed={self.seed}", start, *GRPO_SETTINGS[self.recipe]]),
             "control": ("sft", [f"seed={self.seed + OTHER_ORDER}", start, f"steps={steps}", *often]),
-            "evaluate": ("evaluate", [f"roles.actor.model={self.folder(stage.rpartition('-')[2]) / 'model'}"]),
+            "evaluate": ("evaluate", [f"roles.actor.model={self.model(stage.rpartition('-')[2])}"]),
+            "greedy": ("evaluate", [f"roles.actor.model={self.model(stage.rpartition('-')[2])}",
+                                    "roles.actor.generation.temperature=0.0"]),
         }[kind]
         own = {"grpo": f"{self.recipe}.yaml", "evaluate": f"evaluate_{self.recipe}.yaml"}
         dag = f"examples/recipes/{self.recipe}/{own[run]}" if self.recipe in CONVERSING and run in own else run
@@ -83,10 +96,12 @@ class Study:
         ended = {stage for stage, reader in readers.items() if reader.state == "has finished"}
         found = {stage: outcome(readers[stage]) for stage in STAGES if stage in ended
                  and (self.recipe not in CONVERSING or f"evaluate-{stage}" in ended)}
-        for stage, done in found.items() if self.recipe in CONVERSING else ():
-            ends = [[done["steps"], *evaluated(readers[f"evaluate-{stage}"])]]
-            start = [] if stage == "sft" else [[0, *found["sft"]["curve"][-1][1:]]]
-            done["curve"] = [*start, *ends]
+        for kind, curve in EVALUATIONS.items() if self.recipe in CONVERSING else ():
+            shares = {stage: evaluated(readers[f"{kind}-{stage}"]) for stage in (BASE, *STAGES)
+                      if f"{kind}-{stage}" in ended}
+            for stage, done in ((stage, done) for stage, done in found.items() if stage in shares):
+                start = shares.get(BASE if stage == "sft" else "sft")
+                done[curve] = [*([[0, *start]] if start else []), [done["steps"], *shares[stage]]]
         return found
 
 
@@ -109,13 +124,32 @@ def evaluated(run: RunReader) -> list[float]:
 
 
 def rows_of(seeds: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield the rows of a recipe's table, as its page has them: a stage a row."""
+    """Yield the rows of a recipe's table, as its page has them: a stage a row, and the means of three seeds or more."""
     for seed, stages in seeds.items():
         for stage, done in stages.items():
-            (first, value, *_), (_, after, low, high) = done["curve"][0], done["curve"][-1]
-            before = "–" if first else f"{value:.3f}"
-            yield (f"| {seed} | {STAGES[stage][1]} | {done['steps']} | {before} | {after:.3f} ({low:.3f} to "
-                   f"{high:.3f}) | {done['rows']:,} | {done['tokens']:,} | {done['minutes']} |")
+            yield _row(seed, STAGES[stage][1], done, *_ends(done["curve"]))
+            if "likeliest" in done:
+                yield _row(seed, f"{STAGES[stage][1]}, likeliest", done, *_ends(done["likeliest"]))
+    for stage, curve in ((stage, curve) for stage in STAGES for curve in ("curve", "likeliest")):
+        runs = [stages[stage] for stages in seeds.values() if curve in stages.get(stage, ())]
+        if len(runs) > 2:
+            befores, afters = zip(*((done[curve][0][1], done[curve][-1][1]) for done in runs))
+            mean, half = interval_of(afters)
+            usual = {name: round(statistics.mean(done[name] for done in runs), 1) for name in ("steps", "minutes")}
+            usual |= {name: round(statistics.mean(done[name] for done in runs)) for name in ("rows", "tokens")}
+            before = "–" if runs[0][curve][0][0] else f"{statistics.mean(befores):.3f}"
+            words = f"{STAGES[stage][1]}{', likeliest' * (curve == 'likeliest')}"
+            yield _row(f"mean of {len(runs)}", words, usual, before, f"{mean:.3f} ± {half:.3f}")
+
+
+def _ends(curve: list[list[float]]) -> tuple[str, str]:
+    (first, value, *_), (_, after, low, high) = curve[0], curve[-1]
+    return "–" if first else f"{value:.3f}", f"{after:.3f} ({low:.3f} to {high:.3f})"
+
+
+def _row(seed: str, words: str, done: dict[str, Any], before: str, after: str) -> str:
+    return (f"| {seed} | {words} | {done['steps']:g} | {before} | {after} | {done['rows']:,} | {done['tokens']:,} | "
+            f"{done['minutes']} |")
 
 
 HEAD = ("| seed | stage | steps | before | after (95% interval) | rows | trained tokens | minutes |",

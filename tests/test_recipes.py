@@ -90,7 +90,7 @@ def tasks(tmp_path_factory) -> Path:
 
 @pytest.mark.run
 def test_a_recipes_data_is_the_same_each_time_and_holds_out_what_it_says(tasks, tmp_path):
-    for recipe in ("chain_sum", "spell_backward", "calculator", "openenv"):
+    for recipe in ("chain_sum", "spell_backward", "reverse_words", "calculator", "openenv"):
         made = []
         for folder in (tmp_path / f"{recipe}-1", tmp_path / f"{recipe}-2"):
             subprocess.run([str(tasks), str(RECIPES / recipe / "make_data.py"), str(folder)], check=True)
@@ -116,6 +116,20 @@ def test_the_figures_of_the_recipes_are_those_on_record():
     for recipe, seeds in found.items():
         page = (RECIPES / recipe / "README.md").read_text()
         assert [row for row in rows_of(seeds) if row not in page] == []
+
+
+def test_three_seeds_have_a_mean_with_its_interval():
+    seeds = {str(seed): {"grpo": {"steps": 10, "rows": 80, "tokens": 900, "minutes": 2.0, "curve": [
+        [0, 0.2, 0.1, 0.3], [10, after, after, after]]}} for seed, after in enumerate((0.6, 0.7, 0.8))}
+    assert list(rows_of(seeds))[-1] == "| mean of 3 | GRPO | 10 | 0.200 | 0.700 ± 0.248 | 80 | 900 | 2.0 |"
+    assert len(list(rows_of({seed: seeds[seed] for seed in "01"}))) == 2
+
+
+def test_a_conversing_recipe_evaluates_sampled_and_likeliest_answers():
+    study = Study("calculator", 3)
+    assert {"evaluate-base", "greedy-base", "greedy-grpo"} < set(study.stages)
+    assert "roles.actor.generation.temperature=0.0" in study.command("greedy-grpo")
+    assert study.folder("greedy-base") == Study("calculator", 0).folder("greedy-base")
 
 
 def test_a_curve_has_a_point_for_each_validation():

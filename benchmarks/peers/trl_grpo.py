@@ -39,7 +39,8 @@ class Score:
     __name__ = "score"
 
     def __init__(self, reward: str):
-        self.reward, self.updates = find_reward(reward), []
+        module, _, name = reward.rpartition(":")
+        self.reward, self.updates = find_reward(name, module), []
 
     def __call__(self, completions: list[str], answer: list[str], completion_ids: list[list[int]], **_: Any):
         rewards = [float(self.reward(completion, expected)) for completion, expected in zip(completions, answer)]
@@ -67,12 +68,12 @@ def main() -> None:
 
 def settings(config: dict[str, Any]) -> GRPOConfig:
     """Return what `end_to_end_vs_trl.py` says of TRL's configuration, in TRL's words."""
-    ranks = int(os.environ["WORLD_SIZE"])
+    ranks, on_cpu = int(os.environ["WORLD_SIZE"]), config["device"] == "cpu"
     same = {name: config[name] for name in ("temperature", "learning_rate", "weight_decay", "max_grad_norm", "seed",
                                             "warmup_steps", "adam_beta1", "adam_beta2", "num_generations",
                                             "max_completion_length", "max_steps", "epsilon")}
     return GRPOConfig(
-        **same, output_dir=config["output"], use_cpu=True, bf16=False, gradient_checkpointing=False, beta=0.0,
+        **same, output_dir=config["output"], use_cpu=on_cpu, bf16=not on_cpu, gradient_checkpointing=False, beta=0.0,
         per_device_train_batch_size=config["prompts"] * config["num_generations"] // ranks,
         gradient_accumulation_steps=1, steps_per_generation=1, num_iterations=1, loss_type="dapo",
         scale_rewards="group", lr_scheduler_type="constant_with_warmup", shuffle_dataset=False,
@@ -88,14 +89,15 @@ def prompts(config: dict[str, Any], tokenizer: Any) -> Dataset:
         ValueError: TRL would read other tokens than distflow, which renders and tokenizes in one go.
     """
     records = [json.loads(line) for line in Path(config["records"]).read_text().splitlines()]
+    system = [{"role": "system", "content": text} for text in [config["system_prompt"]] if text]
     rows = []
     for record in records:
         if not tokenizer.chat_template:
             rows.append({"prompt": f"{record['question']}\n", "answer": record["answer"]})
             continue
-        message = [{"role": "user", "content": record["question"]}]
-        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        tokens = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+        messages = [*system, {"role": "user", "content": record["question"]}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         if tokenizer(text)["input_ids"] != tokens:
             raise ValueError(f"this tokenizer reads its own rendered chat as other tokens: {text!r}")
         rows.append({"prompt": text, "answer": record["answer"]})

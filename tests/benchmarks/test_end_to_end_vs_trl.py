@@ -4,7 +4,6 @@ import sys
 import pytest
 import yaml
 
-from benchmarks import end_to_end_vs_trl as contest
 from benchmarks.end_to_end_vs_trl import Curve, difference, drawn, peer_config, timed, without_reference
 from distflow.config.load import load
 from distflow.config.shipped import SHIPPED
@@ -65,18 +64,16 @@ def test_difference_of_curves(gaps, mean, half):
     assert interval == (None if half is None else pytest.approx(half))
 
 
-def test_steps_are_timed_once_each(tmp_path, monkeypatch):
-    monkeypatch.setattr(contest, "RANKS", 1)
+def test_steps_are_timed_once_each(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("for step in (1, 2, 2):\n    print(f'grpo  step {step}/2  reward 0.5', flush=True)\n")
-    ends = timed(sys.executable, str(script))
+    ends = timed(1, sys.executable, str(script))
     assert len(ends) == 2
     assert ends[0] < ends[1]
 
 
-def test_a_failing_side_shows_its_last_words(tmp_path, monkeypatch):
-    monkeypatch.setattr(contest, "RANKS", 1)
+def test_a_failing_side_shows_its_last_words(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("raise RuntimeError('no luck')")
     with pytest.raises(SystemExit, match="no luck"):
-        timed(sys.executable, str(script))
+        timed(1, sys.executable, str(script))

@@ -2,13 +2,15 @@
 
 import json
 import platform
+import random
 import sys
+import zipfile
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import gpu, gpu_session
+from benchmarks import gpu, gpu_quarter, gpu_session, vllm_parts
 from benchmarks.as_published import requests
 from benchmarks.device import pinned
 from benchmarks.parts import Part
@@ -95,12 +97,40 @@ def test_requests_are_those_that_nano_vllm_draws():
 
 
 @pytest.mark.parametrize(("project", "parts"), [("nano-vllm", ["requests"]),
-                                                 ("prime-rl", ["rows of 512", "rows of 1024"])])
+                                                 ("prime-rl", ["rows of 512", "rows of 1024", "rows of 1024, RL",
+                                                               "rows of 4096, RL"])])
 def test_rows_of_other_projects_are_measured(project, parts, capsys):
     gpu.main(["--as", project, "--device", "cpu", "--quick"])
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
     assert [name for name in figures if not figures[name] > 0] == []
     assert {name.split("/")[1] for name in figures} == set(parts)
+
+
+@pytest.mark.parametrize(("minutes", "gone"), [
+    (60, []), (13.5, ["families"]), (8, ["families", "lora", "vllm", "nano-vllm"]), (0.1, [*gpu_quarter.CUT])])
+def test_parts_are_cut_in_the_order_of_their_worth(minutes, gone):
+    kept = gpu_quarter.fitting(list(gpu_quarter.BUDGET), minutes)
+    assert kept == [name for name in gpu_quarter.BUDGET if name not in gone]
+    assert set(gpu_quarter.CUT) == set(gpu_quarter.BUDGET) - {"recipe"}
+
+
+def test_parts_of_a_wheel_fit_their_limit_and_are_whole_again(tmp_path, capsys):
+    kernels = {name: random.Random(name).randbytes(size) for name, size in
+               (("vllm/a.so", 3 * 10**6), ("vllm/b.so", 2 * 10**6), ("vllm/c.so", 1_500_000))}
+    files = kernels | {"vllm/__init__.py": b"one = 1\n", "vllm-1.data/purelib/more.py": b"two = 2\n",
+                       "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so": b"of another GPU"}
+    with zipfile.ZipFile(tmp_path / "vllm.whl", "w") as wheel:
+        for name, content in files.items():
+            wheel.writestr(name, content)
+    vllm_parts.pack(tmp_path / "vllm.whl", tmp_path / "parts", None, 4, vllm_parts.LEFT)
+    assert "stayed behind: 1 files" in capsys.readouterr().out
+    sizes = [part.stat().st_size for part in (tmp_path / "parts").iterdir()]
+    assert len(sizes) == 2
+    assert max(sizes) < 4.1e6
+    vllm_parts.join(tmp_path / "parts", tmp_path / "site")
+    joined = {str(file.relative_to(tmp_path / "site")): file.read_bytes()
+              for file in (tmp_path / "site").rglob("*") if file.is_file()}
+    assert joined == kernels | {"vllm/__init__.py": b"one = 1\n", "more.py": b"two = 2\n"}
 
 
 def test_a_model_is_trained_with_the_layers_that_fit():

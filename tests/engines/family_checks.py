@@ -7,6 +7,7 @@ compared. A refusal is InvalidInput (of planning) or EngineError (once the model
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,7 +31,9 @@ from workers.preflight.proofs import Preflight
 from workers.roles import build_roles
 
 ENDS = torch.arange(2, VOCABULARY, 17)
-SETTINGS = ("ranks=1", "roles.actor.dtype=float32", "roles.actor.micro_batch_tokens=120",
+DEVICE, DTYPE = os.environ.get("FAMILIES_DEVICE", "cpu"), os.environ.get("FAMILIES_DTYPE", "float32")
+"""Of distflow's side; plain transformers stays on the CPU, in float32."""
+SETTINGS = ("ranks=1", f"roles.actor.dtype={DTYPE}", "roles.actor.micro_batch_tokens=120",
             "roles.actor.learning_rate=1e-2", "roles.actor.warmup_steps=0", "roles.actor.max_grad_norm=1.0",
             "roles.actor.generation={max_new_tokens: 24, batch_rows: 5}", "data.max_prompt_tokens=40")
 
@@ -128,9 +131,10 @@ def _role(folder: Path, *more: str, look: Callable[..., None] | None = None) -> 
     """Build the engines of the actor as a run does, in a process group of this process alone."""
     spec = _spec(folder, *more)
     chosen = plan(spec, 1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    backend = "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        role = build_roles(spec, chosen, {"actor"}, {"actor"}, "cpu", look=look)["actor"]
+        role = build_roles(spec, chosen, {"actor"}, {"actor"}, DEVICE, look=look)["actor"]
         role.sampler.end_tokens = ENDS
         yield role
     finally:
@@ -142,12 +146,12 @@ def _plain(folder: Path) -> PreTrainedModel:
 
 
 def _whole(shard: Tensor) -> Tensor:
-    return shard.full_tensor() if hasattr(shard, "full_tensor") else shard
+    return (shard.full_tensor() if hasattr(shard, "full_tensor") else shard).cpu()
 
 
 def _far(found: Tensor, truth: Tensor) -> float:
     """Return the largest difference, relative to the largest value; infinite if any is no number."""
-    far = (found - truth).abs().max() / truth.abs().max().clamp(min=1e-30)
+    far = (found.cpu() - truth).abs().max() / truth.abs().max().clamp(min=1e-30)
     return float(far) if far.isfinite() else float("inf")
 
 
