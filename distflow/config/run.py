@@ -119,7 +119,7 @@ class Generation(Document):
     (`truncated_importance`)."""
     routing_replay: bool = False
     """Train a mixture of experts with the experts that its rollout chose for each token (R3, Ma et al. 2025), so that
-    rounding does not change them. For `rollout: hf`."""
+    rounding does not change them. For `rollout: hf` or `vllm`."""
     cuda_graphs: bool = True
     """Capture a decoding step once and launch it as a whole, on a GPU. `rollout: hf` does so for dense models without
     windows or images, vLLM and SGLang for all."""

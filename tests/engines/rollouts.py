@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
 from distflow.config.models import ROLLOUTS
 from distflow.config.run import Generation, Lora, RoleRun
@@ -66,6 +67,21 @@ def engines() -> list[Any]:
 
 def tiny(architecture: str = "qwen3", kv_heads: int = 1) -> Any:
     return build_model(VOCABULARY, 0, architecture=architecture, layers=2, hidden=64, heads=2, kv_heads=kv_heads)
+
+
+def mixture() -> Any:
+    return build_model(VOCABULARY, 0, architecture="qwen3_moe", mixture=(8, 3), layers=2, hidden=64, heads=2,
+                       kv_heads=2)
+
+
+def undecided(model: Any) -> Any:
+    """The mixture with pairs of experts that only rounding tells apart: a router's rows are equal to 1e-7."""
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                weight[1::2] = weight[::2] * (1 + 1e-7 * torch.randn(weight[::2].shape, generator=draw))
+    return model
 
 
 def build(name: str, mesh: Any, model: Any, dtype: str = "float32", lora: Lora | None = None,

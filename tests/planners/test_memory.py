@@ -135,7 +135,8 @@ def test_splits_divide_what_they_should(plan_of: Callable) -> None:
     assert split["actor: training state"] == whole["actor: training state"]  # tp 2 × dp 2 instead of dp 4
     assert split["actor: weights while computing"] * 2 == whole["actor: weights while computing"]
     assert split["actor: rollout weights"] == whole["actor: rollout weights"]
-    assert split["actor: activations"] == 100 * (2 * (KEPT + 16 * 32) + 12 * 256)
+    norms = 2 * (4 + 4 + 4) * 64
+    assert split["actor: activations"] == 100 * (2 * (norms + (KEPT + 16 * 32 - norms) // 2) + 12 * 256)
 
 
 def test_experts_count_and_are_cut(plan_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -174,6 +176,8 @@ def test_stages_may_have_unequal_layers(plan_of: Callable, monkeypatch: pytest.M
      "Leave  tp  of `learn` out, or `compile`."),
     ({"learn": {"pp": 2, "ep": 4}}, {"engine": "megatron", "model": {"architecture": "qwen3_moe"}},
      "cuts the experts 4 ways (ep) over the 2 ranks that have a layer", "One of  ep: 1, 2"),
+    ({"sample": {"tp": 2, "ep": 4}}, {"rollout": "vllm", "model": {"architecture": "qwen3_moe", "kv_heads": 2}},
+     "node `sample` wants ep 4 and tp 2 of `rollout: vllm`, which divides experts over the ranks", "Instead:  ep: 2"),
     ({}, {"replicas": 3}, "role `actor` wants 3 replicas, which do not divide the 4 ranks",
      "One of  replicas: 1, 2, 4"),
 ])
@@ -186,6 +190,18 @@ def test_what_cannot_be_split_is_told_with_a_remedy(plan_of: Callable, layouts: 
     assert message in mistake.what
     assert remedy in mistake.hint
     assert mistake.where.file.endswith("run.yaml")
+
+
+@pytest.mark.parametrize(("name", "line"), [("vllm", "cpu_fused_moe.cpp"), ("sglang", "fused_moe_native.py:77")])
+def test_rollouts_have_whole_experts_on_gpus_alone(spec_of: Callable, name: str, line: str,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.16.1")
+    model = {"architecture": "qwen3_moe", "kv_heads": 2}
+    spec = spec_of(JUDGED, roles=actor(rollout=name, model=model), layouts={"sample": {"tp": 2, "ep": 2}})
+    sample = plan(replace(spec, on_cpus=False), 4).task("sample").layout
+    assert (sample.dp, sample.tp, sample.ep) == (2, 2, 2)
+    with pytest.raises(InvalidInput, match=re.escape(line)):
+        plan(replace(spec, on_cpus=True), 4)
 
 
 @pytest.mark.parametrize(("key", "name", "package", "line"), [

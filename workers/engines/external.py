@@ -36,9 +36,11 @@ class ExternalRollout(Rollout):
     library: str  # display name
     session_type: type[RequestSession]
 
-    def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
+    def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int],
+                 ep: int = 1):
+        """`ep`: ranks of a share that have whole experts, of which each has a part; 1: a part of each expert."""
         self.generation, self.end_tokens = settings.generation, torch.tensor(end_tokens)
-        self.device, self.tp = mesh.device_type, dimension(mesh, "tp")
+        self.device, self.tp, self.ep = mesh.device_type, dimension(mesh, "tp"), ep
         self.dtype = dtype_of(settings, self.device)
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.constants, self.tied = constant_tensors(model), dict(model.all_tied_weights_keys)
@@ -49,8 +51,8 @@ class ExternalRollout(Rollout):
 
     @classmethod
     def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
-              seed: int, end_tokens: list[int], shared: Iterable[nn.Parameter] = ()) -> Rollout:
-        engine = cls(model, settings, mesh, seed, end_tokens)
+              seed: int, end_tokens: list[int], shared: Iterable[nn.Parameter] = (), ep: int = 1) -> Rollout:
+        engine = cls(model, settings, mesh, seed, end_tokens, ep)
 
         def first() -> Iterator[tuple[str, Tensor]]:  # one at a time: there may be no room for all in another dtype
             yield from ((name, parameter.data.to(engine.dtype)) for name, parameter in model.named_parameters()

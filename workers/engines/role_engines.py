@@ -49,6 +49,7 @@ class Meshes(NamedTuple):
     trainer: DeviceMesh | None  # for training and inference; None on ranks without that engine
     rollout: DeviceMesh | None  # for sampling; None on ranks without that engine
     layout: Layout  # of the trainer
+    experts: int = 1  # ranks over which the rollout divides experts
     route: WeightRoute | None = None  # of the weights, where the two are not on the same ranks
 
 
@@ -84,7 +85,8 @@ class RoleEngines:
         self.end_tokens = [] if stream is None else end_tokens(tokenizer, _known_ends(model), **self.template_options)
         self.routing = Routing.of(model) if settings.generation.routing_replay and stream is not None else None
         self.rollout = rollout and (rollout.build(
-            model, tokenizer, settings, meshes.rollout, spec.run.seed, self.end_tokens, frozen)
+            model, tokenizer, settings, meshes.rollout, spec.run.seed, self.end_tokens, frozen,
+            **({"ep": meshes.experts} if meshes.experts > 1 else {}))
             if meshes.rollout else AbsentRollout(settings.generation, self.end_tokens, dtype_of(settings, device)))
         if self.rollout is not None and settings.generation.stop:
             self.rollout.stop = StopStrings(tokenizer, settings.generation.stop)

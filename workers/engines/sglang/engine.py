@@ -211,8 +211,9 @@ class SGLangRollout(ExternalRollout):
 
     library, session_type = "SGLang", SGLangSession
 
-    def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
-        super().__init__(model, settings, mesh, seed, end_tokens)
+    def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int],
+                 ep: int = 1):
+        super().__init__(model, settings, mesh, seed, end_tokens, ep)
         self.share = TPGroup(mesh)
         self.server: SGLangServer | None = None  # the server, on the rank that owns it
         try:
@@ -251,6 +252,7 @@ class SGLangRollout(ExternalRollout):
         settings, special = self.generation, _on_gpu if self.device == "cuda" else _on_cpu
         flags = {"model-path": folder, "load-format": "dummy", "dtype": str(self.dtype).removeprefix("torch."),
                  "random-seed": seed % 2**31, "max-running-requests": settings.batch_rows, "tp-size": self.share.size,
+                 "ep-size": self.ep,
                  "stream-interval": 1 << 30,  # events come at a row's first token and at its end
                  "custom-weight-loader": _READ,
                  "log-level": "warning", **special(config, settings, self.dtype)}

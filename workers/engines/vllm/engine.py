@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,16 @@ from distflow.telemetry import heartbeat
 from distflow.weights.fingerprint import Sums, add_up, sums_of
 from workers.engines.external import ExternalRollout, RequestSession, end_turn
 from workers.engines.rollout import SampledRow, require_shapes, weight_mismatch
+from workers.engines.routing import Routing
 from workers.engines.sampling import TokenLimits
-from workers.engines.vllm.start import shut_down, start, tied_copies, translate_errors, weights_of
+from workers.engines.vllm.start import forget_kernels, shut_down, start, tied_copies, translate_errors, weights_of
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.core_client import EngineCoreClient
+
+    from workers.engines.vllm.sampling import Recorder
 
 
 @dataclass
@@ -46,7 +49,7 @@ class VLLMSession(RequestSession):
 
     def __init__(self, engine: VLLMRollout, key: int, temperature: float, limits: TokenLimits | None = None):
         super().__init__(engine, key, temperature, limits)
-        weakref.finalize(self, _abandon, engine.core, self.turns).atexit = False
+        weakref.finalize(self, _abandon, engine.core, self.turns, engine.recorder).atexit = False
 
     def add(self, rows: list[SampledRow]) -> None:
         from workers.engines.vllm.sampling import parameters
@@ -81,19 +84,28 @@ class VLLMSession(RequestSession):
                 self.engine.core.abort_requests([output.request_id])
         if stopped or output.finished:
             ended = stopped or turn.tokens[-1] in self.engine.ends
-            self.ended.append(self.turns.pop(output.request_id).end(ended))
+            self.ended.append(self._end(output.request_id, ended))
+
+    def _end(self, request: str, finished: bool) -> SampledRow:
+        turn, recorder = self.turns.pop(request), self.engine.recorder
+        if recorder:  # the last token has not been read
+            turn.row.experts = recorder.take(request, max(len(turn.row.sequence) + len(turn.tokens) - 1, 0))
+        return turn.end(finished)
 
     def abort(self, rows: Sequence[SampledRow] | None = None) -> list[SampledRow]:
         chosen = None if rows is None else set(rows)
         wanted = [request for request, turn in self.turns.items() if chosen is None or turn.row in chosen]
         with translate_errors("abort"):
             self.engine.core.abort_requests(wanted)
-        return [self.turns.pop(request).end(False) for request in wanted]
+        return [self._end(request, False) for request in wanted]
 
 
-def _abandon(core: EngineCoreClient, turns: dict[str, _SampledTurn]) -> None:
+def _abandon(core: EngineCoreClient, turns: dict[str, _SampledTurn], recorder: Recorder | None) -> None:
     """Abort the requests of a session that nobody uses any more."""
     core.abort_requests(list(turns))
+    if recorder:
+        for request in turns:
+            recorder.requests.pop(request, None)
 
 
 class VLLMRollout(ExternalRollout):
@@ -101,16 +113,14 @@ class VLLMRollout(ExternalRollout):
     sessions: weakref.WeakSet[VLLMSession]
     adapter: LoRARequest | None = None  # once its weights have come
 
-    def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
-        super().__init__(model, settings, mesh, seed, end_tokens)
+    def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int],
+                 ep: int = 1):
+        super().__init__(model, settings, mesh, seed, end_tokens, ep)
         self.ends = [token for token in end_tokens if token < self.vocabulary]  # vLLM refuses others
-        if self.device == "cpu" and any(".experts." in name for name in self.shapes):
-            raise EngineError("vLLM on CPU computes with other experts than it was given once their weights are "
-                              "replaced. Instead:  rollout: hf")
         self.failure, self.copies = "", tied_copies(model, self.device)
         self.adapters = {name: shape for name, shape in self.shapes.items() if ".lora_" in name}
         self.lora = settings.lora if self.adapters else None
-        self.llm = start(model, self.generation, self.dtype, self.device, self.tp, seed, self.lora)
+        self.llm = start(model, self.generation, self.dtype, self.device, (self.tp, ep), seed, self.lora)
         self.core = self.llm.engine_core
         """vLLM's engine core: the layers around it detokenize, which takes as long as a small model."""
         self.core._finalizer.detach()  # it would destroy the default process group, which is not vLLM's
@@ -119,7 +129,13 @@ class VLLMRollout(ExternalRollout):
         worker = self.core.engine_core.model_executor.driver_worker
         self.model: nn.Module = worker.get_model()
         self.fused = getattr(self.model, "packed_modules_mapping", {})
+        self.recorder = self._recorder(model, worker.model_runner) if self.generation.routing_replay else None
         self.group = mesh["tp"].get_group() if self.tp > 1 else None
+
+    def _recorder(self, model: PreTrainedModel, runner: Any) -> Recorder:
+        from workers.engines.vllm.sampling import Recorder
+
+        return Recorder(self.model, runner, Routing.of(model))
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Load weights; rows under way are prefilled again, since their caches belong to the old weights."""
@@ -151,6 +167,8 @@ class VLLMRollout(ExternalRollout):
         device = self.llm.vllm_config.device_config.device
         loader = WeightLoader(weights, self.shapes, self.fused, self.copies, self.dtype, device)
         constants = ((name, tensor.to(device)) for name, tensor in self.constants.items())  # in their own dtype
+        if self.device == "cpu":
+            forget_kernels(self.model)
         with translate_errors("take new weights"):
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": itertools.chain(loader, constants)})
         loader.check()

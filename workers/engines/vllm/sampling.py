@@ -3,19 +3,28 @@
 vLLM's own seeds belong to requests: an aborted and extended row would draw different tokens, and its log-probabilities
 are taken after top-k and top-p. Here a token depends on (key, row id, position), and its log-probability is the one
 that the trainer computes.
+
+    SamplingProcessor   the logits processor        Recorder   of the experts that routers choose
+
+vLLM's own record of experts is its second model runner's alone, and logits processors are the first one's. Routers of
+both hand what they choose to a function, where they are not part of a captured graph.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from distflow.config.run import Generation
+from distflow.errors import EngineError
+from workers.engines.routing import Routing
 from workers.engines.sampling import TokenLimits, sample_tokens, uniform
 
 _CHUNK = 1 << 23  # logits that are sampled from at a time: vLLM does not account for this memory
@@ -109,3 +118,37 @@ class SamplingProcessor(LogitsProcessor):
                   for some, part in zip(indices.split(count), noise.split(count))]
         tokens, logprobs = zip(*picked)
         return torch.cat(tokens), torch.cat(logprobs)
+
+
+class Recorder:
+    """Choices by request, each as (position, [tokens, layers, experts of a token]) of every pass that read some of its
+    tokens."""
+
+    def __init__(self, model: nn.Module, runner: Any, routing: Routing):
+        """`runner`: vLLM's, which knows what tokens of which requests a pass reads."""
+        self.routing, self.runner = routing, runner
+        self.requests: dict[str, list[tuple[int, Tensor]]] = {}
+        self._layers: dict[int, Tensor] = {}
+        runners: list[Any] = [part for part in model.modules() if isinstance(part, MoERunner)]
+        for layer, part in enumerate(runners):
+            if part._quant_method.is_monolithic:
+                raise EngineError("`routing_replay` wants the experts that vLLM's routers choose, and here its kernel "
+                                  f"chooses them ({type(part._quant_method).__name__}). Take it out of `generation`")
+            part.router.set_capture_fn(functools.partial(self._layers.__setitem__, layer))
+        model.register_forward_hook(self._take)
+
+    def _take(self, *_: Any) -> None:
+        chosen = torch.stack([self._layers.pop(layer) for layer in range(self.routing.layers)], 1)
+        chosen, ends = chosen.to(self.routing.dtype).cpu(), self.runner.query_start_loc.np
+        for index, request in enumerate(self.runner.input_batch.req_ids):
+            first, end = int(ends[index]), int(ends[index + 1])
+            self.requests.setdefault(request, []).append((int(self.runner.positions[first]), chosen[first:end]))
+
+    def take(self, request: str, count: int) -> Tensor:
+        """Return the choices of the first `count` tokens of a request that has ended. What was read again, with new
+        weights, counts as it was read last."""
+        table = torch.full((count, self.routing.layers, self.routing.experts_per_token), self.routing.unknown,
+                           dtype=self.routing.dtype)
+        for start, chosen in self.requests.pop(request, []):
+            table[start : start + len(chosen)] = chosen[: max(count - start, 0)]
+        return table

@@ -51,9 +51,11 @@ def _failures() -> tuple[type[Exception], ...]:
     return (own, RuntimeError, ValueError, LookupError, AttributeError, TypeError, AssertionError, OSError, ImportError)
 
 
-def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, device: str, tp: int,
+def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, device: str, split: tuple[int, int],
           seed: int, lora: Lora | None = None) -> LLMEngine:
-    """Start an engine for the model's architecture, with undefined weights; with `lora`, those of its frozen base."""
+    """Start an engine for the model's architecture, with undefined weights; with `lora`, those of its frozen base.
+    `split`: tp and ep."""
+    tp, ep = split
     if device == "cpu" and generation.quantization != "none":
         raise EngineError("vLLM has no FP8 on a CPU. Take  quantization  out of `generation`")
     gpu = torch.cuda.current_device() if device == "cuda" else None
@@ -70,8 +72,10 @@ def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, de
             model=folder, skip_tokenizer_init=True, trust_remote_code=False, generation_config="vllm",
             load_format="auto" if lora else "dummy", dtype=str(dtype).removeprefix("torch."), seed=seed % 2**32,
             max_num_seqs=generation.batch_rows, max_num_batched_tokens=max(8192, generation.batch_rows),
-            enable_prefix_caching=True, logprobs_mode=MODE, logits_processors=[SamplingProcessor],
+            enable_prefix_caching=not generation.routing_replay,  # what is not read again has no choices
+            logprobs_mode=MODE, logits_processors=[SamplingProcessor],
             async_scheduling=False, disable_log_stats=True, tensor_parallel_size=tp,
+            enable_expert_parallel=ep > 1,
             **({"distributed_executor_backend": "external_launcher"} if launched else {}),
             **adapters,
             **(on_cpu(config, generation, dtype) if device == "cpu" else on_gpu(generation))))
@@ -164,6 +168,15 @@ def tied_copies(model: PreTrainedModel, device: str) -> dict[str, str]:
     return {source: target for target, source in model.all_tied_weights_keys.items()} if tied else {}
 
 
+def forget_kernels(model: nn.Module) -> None:
+    """Let vLLM make the kernels of experts on a CPU again with the weights that it is about to read: their weights are
+    packed only where the kernel is made (vLLM 0.32, `unquantized_fused_moe_method.py`)."""
+    for part in model.modules():
+        method: Any = getattr(part, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
 def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of a model by vLLM's names; on a CPU also those that it has packed for its kernels, which
     are read by asking a layer for the images of unit vectors."""
@@ -176,7 +189,8 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if packed is None or (parameter.numel() and not isinstance(module, ParallelLMHead)):
             yield name, parameter
         else:
-            inputs = parameter.shape[1] if parameter.numel() else module.input_size_per_partition
+            inputs = parameter.shape[1] if parameter.numel() else \
+                getattr(module, "input_size_per_partition", module.input_size)
             yield name, packed(torch.eye(inputs, dtype=parameter.dtype), parameter, None)
 
 
@@ -189,7 +203,7 @@ def on_cpu(config: PretrainedConfig, generation: Generation, dtype: torch.dtype)
 def on_gpu(generation: Generation) -> dict[str, object]:
     quantized = {"quantization": "fp8_per_tensor"} if generation.quantization == "fp8" else {}
     return {"max_model_len": -1, "enable_sleep_mode": True, "gpu_memory_utilization": generation.memory_share,
-            "enforce_eager": not generation.cuda_graphs, **quantized}
+            "enforce_eager": not generation.cuda_graphs or generation.routing_replay, **quantized}
 
 
 @contextlib.contextmanager

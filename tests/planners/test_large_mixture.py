@@ -1,0 +1,39 @@
+"""The page of the 671B run says what planning says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from distflow.config.load import load_for_planning
+from planners import plan
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/large_mixture.md").read_text(encoding="utf-8")
+CONFIG = json.loads((ROOT / "tests/config/configurations/deepseek_v3.json").read_text(encoding="utf-8"))["config"]
+
+
+def test_large_mixture_has_the_memory_that_its_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: engine.tested[0])
+    run, cluster = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
+    for name, text in (("run.yaml", run), ("cluster.yaml", cluster), ("math.jsonl", ""),
+                       ("DeepSeek-V3/config.json", json.dumps(CONFIG)), ("DeepSeek-V3/tokenizer.json", ""),
+                       ("DeepSeek-V3/model.safetensors", "")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    spec = load_for_planning("grpo", str(tmp_path / "run.yaml"), [], str(tmp_path / "cluster.yaml"))
+    made = plan(spec, 384)
+    assert made.task("rollout").layout.dp == 6
+    assert made.task("update").layout.dp == 16
+    found = {item.name: item.bytes / 1024**3 for item in made.memory}
+    said = dict(re.findall(r"^\| ([^|]+?) \| ([\d.]+) \| \w+ \| plan \|$", PAGE, flags=re.MULTILINE))
+    assert {line: float(value) for line, value in said.items()} == {
+        "weights, gradients, optimizer": pytest.approx(found["actor: training state"], abs=0.05),
+        "activations of six micro-batches": pytest.approx(found["actor: activations"], abs=0.05),
+        "reference: weights": pytest.approx(found["reference: weights"], abs=0.05),
+        "vLLM: weights and cache": pytest.approx(found["actor: rollout engine"], abs=0.05),
+        "at its fullest": pytest.approx(sum(found[name] for name in (
+            "actor: training state", "actor: activations", "reference: weights")), abs=0.05)}
