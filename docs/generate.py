@@ -100,7 +100,7 @@ def _value(schema: dict[str, Any]) -> str:
         return f"map of {_value(schema['additionalProperties'])}"
     bounds = [f"{words} {schema[key]:g}" if schema[key] < 2**53 else f"{words} 2^{schema[key].bit_length() - 1}"
               for key, words in _BOUNDS.items() if key in schema]
-    kind = schema.get("type", "any")
+    kind = str(schema.get("type", "any"))
     return " ".join([_KINDS.get(kind, kind), ", ".join(bounds)]).strip()
 
 
