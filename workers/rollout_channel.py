@@ -114,12 +114,12 @@ class RolloutChannel:
                    for role, policies in msgpack.unpackb(packed).items() for policy in policies}
         for role, version, fingerprint in sorted(sampled):
             known = self.fingerprints_of(role, version) if fingerprint else []
-            if known and fingerprint not in known:
+            if fingerprint and fingerprint not in known:
                 events.record("policy_refused", role=role, version=version, tensor="", tensors=0)
                 raise EngineError(f"rows of role `{role}` were sampled by weights with the fingerprint {fingerprint}, "
-                                  f"which were not published as version {version} (that has {known}): they are of "
-                                  "another policy and are not trained on. A rollout of another run, or memory that was "
-                                  "overwritten, may have sampled them; restart the rollouts")
+                                  f"which were not published as version {version} ({known or 'nothing was'}): they are "
+                                  "of another policy and are not trained on. A rollout of another run, or memory that "
+                                  "was overwritten, may have sampled them; restart the rollouts")
 
     def versions_of(self, version_set: int) -> dict[str, int]:
         if self.found[0] != version_set:  # a rollout asks for each prompt of a step

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from types import SimpleNamespace
 from unittest import mock
 
+import msgpack
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,14 +15,15 @@ from ranks import run_ranks
 from stores import hosted
 
 from distflow.config.load import load
-from distflow.data.batch import Batch
-from distflow.data.crossing import ReceivedColumns, rows_for_others
+from distflow.data.batch import Batch, Ragged
+from distflow.data.crossing import POLICIES, ReceivedColumns, rows_for_others
 from distflow.data.databuffer import Databuffer
 from distflow.data.row_filter import KeptRows
-from distflow.errors import ColumnError, Disagreement
+from distflow.errors import ColumnError, Disagreement, EngineError
 from distflow.plan import ROLLOUT, TRAINER
 from distflow.recovery.store import RunStore
 from distflow.rpc.run_token import TOKEN, run_token
+from distflow.telemetry import events
 from distflow.telemetry.metrics import Metrics
 from planners import plan
 from workers.rollout_channel import RolloutChannel, open_channel
@@ -140,3 +143,29 @@ def test_a_set_of_versions_is_read_once():
     assert [channel.versions_of(number) for number in (7, 7, 8, 8, 7, 9, 9)] == [
         {"actor": 3}, {"actor": 3}, {"actor": 4}, {"actor": 4}, {"actor": 3}, {}, {}]
     assert asked == ["versions/7", "versions/8", "versions/7", "versions/9", "versions/9"]
+
+
+@pytest.mark.parametrize(("policy", "refused"), [
+    ([[0, 0]], False),
+    ([[3, 77]], False),
+    ([[3, 77], [4, 5]], False),
+    ([[3, 78]], True),
+    ([[4, 77]], True),
+    ([[3, 77], [9, 5]], True),
+], ids=["built with", "published", "sampled by two", "other weights", "of another version", "never published"])
+def test_rows_of_a_policy_that_was_not_published_are_refused(store, tmp_path, monkeypatch, policy, refused):
+    channel = RolloutChannel(store, bytes(32), [], "127.0.0.1", 4, 2, 1)
+    channel.add_fingerprint("actor", 3, 76)
+    channel.add_fingerprint("actor", 3, 77)  # by the trainer's next attempt
+    channel.add_fingerprint("actor", 4, 5)
+    packed = torch.frombuffer(bytearray(msgpack.packb({"actor": policy}) or b""), dtype=torch.uint8)
+    rows = Batch(torch.tensor([8]), {POLICIES: Ragged.from_rows([packed])})
+    monkeypatch.setattr(events, "_current", events.Events())
+    events.current().open(tmp_path / "events.jsonl", 0)
+    if not refused:
+        channel.require_published(rows)
+        return
+    with pytest.raises(EngineError, match="not published as version .* are not trained on"):
+        channel.require_published(rows)
+    event, = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert (event["event"], event["role"], event["version"]) == ("policy_refused", "actor", policy[-1][0])
