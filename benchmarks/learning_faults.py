@@ -393,7 +393,7 @@ def curves() -> None:
     print(f"|---|---|{'---|' * len(shown)}---|---|")
     for name, run in json.loads(RESULTS.read_text()).items():
         main = main_fault(faults_of(_lines(run), run["settings"]))
-        if run["first"] and main and name.startswith("grpo/"):
+        if run["first"] and main and name.startswith(("grpo/", "reported/")):
             values = run["series"].get(main.evidence.metric, [])
             cells = " | ".join("–" if values[at] is None else f"{values[at]:.2g}" for at in shown)
             kind, metric = name.partition("/")[2], main.evidence.metric
