@@ -71,7 +71,7 @@ def write(folder: Path) -> None:
 def train_context(spec: Spec, plan: Plan, folder: Path) -> TrainContext:
     """What this rank trains with, on the CPU; it writes no files."""
     group = SimpleNamespace(rank=dist.get_rank(), ranks=plan.ranks)
-    silent = SimpleNamespace(set=lambda *doing: None, rank=group.rank)
+    silent = SimpleNamespace(set=lambda *doing, **more: None, rank=group.rank)
     functions = {task.node: load_function(task.function) for task in plan.tasks}
     context = RankContext(spec, plan, group, folder, "cpu", False, None, "", known_change=0)
     return TrainContext(context, WorkerContext(), silent, functions, source_of, writes=False)

@@ -329,7 +329,7 @@ def test_what_the_indexes_say_is_asked_of_their_process_alone(dock):
     at.put(tokens([0, 1, 2, 3, 4, 5, 6, 7]))
     until(lambda: at.index_status()["indexes"]["reward"]["ready"] == 8)
     assert [part["indexes"] for part in at.status()] == [at.index_status()["indexes"], {}, {}, {}]
-    seen, looks = [at.status() for _ in range(5)], 100
+    seen, looks = [at.status() for _ in range(5)], 1000
     for _ in range(looks):
         at.index_status()
     asked, *others = [now["received"] - then["received"] for now, then in zip(at.status(), seen[-1])]
