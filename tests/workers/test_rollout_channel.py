@@ -158,6 +158,7 @@ def test_rows_of_a_policy_that_was_not_published_are_refused(store, tmp_path, mo
     channel.add_fingerprint("actor", 3, 76)
     channel.add_fingerprint("actor", 3, 77)  # by the trainer's next attempt
     channel.add_fingerprint("actor", 4, 5)
+    channel.add_version_set({"actor": 4})
     packed = torch.frombuffer(bytearray(msgpack.packb({"actor": policy}) or b""), dtype=torch.uint8)
     rows = Batch(torch.tensor([8]), {POLICIES: Ragged.from_rows([packed])})
     monkeypatch.setattr(events, "_current", events.Events())
@@ -169,3 +170,11 @@ def test_rows_of_a_policy_that_was_not_published_are_refused(store, tmp_path, mo
         channel.require_published(rows)
     event, = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (event["event"], event["role"], event["version"]) == ("policy_refused", "actor", policy[-1][0])
+
+
+def test_rows_are_accepted_where_no_weights_are_published(store):
+    """Ranks that train have sampled all of them."""
+    channel = RolloutChannel(store, bytes(32), [], "127.0.0.1", 4, 2, 1)
+    packed = torch.frombuffer(bytearray(msgpack.packb({"actor": [[3, 77]]}) or b""), dtype=torch.uint8)
+    channel.require_published(Batch(torch.tensor([8]), {POLICIES: Ragged.from_rows([packed])}))
+
