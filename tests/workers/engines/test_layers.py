@@ -75,7 +75,7 @@ def test_a_model_that_fits_is_gathered_once_a_step():
     """Each of the four units; else layers for each pass over each micro-batch, and the root once for both."""
     kept, freed = run_ranks(2, gathers, fsdp.KEPT_WHOLE)[0], run_ranks(2, gathers, 0)[0]
     assert kept == (STEPS + 1) * 4
-    assert freed == 136
+    assert freed == 73
 
 
 def interrupted() -> list[bool]:
