@@ -191,7 +191,7 @@ def test_a_run_that_was_killed_is_told_from_one_that_has_ended(launch, workspace
     launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "whole")
     assert main(["why", str(workspace / "runs/whole")]) == 0
     said = capsys.readouterr().out
-    assert "are cut off at the limit of tokens" in said  # random weights hardly end by themselves
+    assert "Nothing is wrong with its learning in 4 steps" in said
     assert "\nStep " in said
     assert "critical path" in said
     assert "training    update" in said
