@@ -100,7 +100,7 @@ class Databuffer:
             self.step_columns[task.node, task.layout] = Batch(ids, columns)
         for task in (task for task, *_ in arrived if KEEP in task.writes):
             self._drop(task)
-        for task, *_ in arrived:
+        for task in (task for task, *_ in arrived if task.draws == 1):  # else once its draws are finished
             self._pass_on(task.node)
 
     def _pass_on(self, node: str) -> None:
@@ -118,6 +118,7 @@ class Databuffer:
             self._keep_only(KeptRows(left[:prompts], ()))
         self.metrics.maximum(f"filter/{task.node}/draws", self.draws)
         self.metrics.maximum(f"filter/{task.node}/prompts_short", max(0, prompts - len(left)))
+        self._pass_on(task.node)
         return True
 
     def is_dropped(self, ids: Tensor, fan: Lineage) -> Tensor:
