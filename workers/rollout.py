@@ -277,8 +277,8 @@ class RolloutContext:
     def leasing(self) -> Iterator[DockClient]:
         """Connect to the dock to lease prompts; at the end wait until those that were sampled are in the dock."""
         try:
-            with self._dock(self.who) as dock:
-                with self.turns.writing(lambda: self._dock(f"{self.who}, which saves turns")), \
+            with self.channel.dock(self.who) as dock:
+                with self.turns.writing(lambda: self.channel.dock(f"{self.who}, which saves turns")), \
                         ThreadPoolExecutor(self.max_prompts + 1, "prompt") as self.pool:  # one may validate
                     try:
                         yield dock
@@ -291,9 +291,6 @@ class RolloutContext:
         finally:
             self.complete.put(None)
         # The dock gives back the leases of a closed connection: others take those prompts at once.
-
-    def _dock(self, who: str) -> DockClient:
-        return self.channel.dock(who)
 
     def lease(self, dock: DockClient, over: Callable[[DockClient], bool]) -> Prompt | None:
         """Return the next prompt, once there are one and room for it; None if no more is sampled."""
@@ -392,7 +389,7 @@ class RolloutContext:
     @contextlib.contextmanager
     def putting(self) -> Iterator[DockClient]:
         """Connect to the dock to put rows; at the end all are there."""
-        with self._dock(f"{self.who}, which puts") as dock:
+        with self.channel.dock(f"{self.who}, which puts") as dock:
             yield dock
         self.all_put.set()
 
