@@ -100,5 +100,6 @@ def test_a_node_that_is_lost_is_replaced_while_the_others_go_on(slurm, workspace
     failures = [line for line in map(json.loads, (run / "events.jsonl").read_text().splitlines())
                 if line["event"] == "failure"]
     assert [each["group"] for each in failures if each["group"] in ("trainer", "the machines")] == []
-    assert sorted(metrics_of(run)) == list(range(1, len(metrics_of(run)) + 1)), "no step is lost or done twice"
+    done = sorted(metrics_of(run))  # the run goes on
+    assert done == list(range(1, len(done) + 1)), "no step is lost or done twice"
     slurm.ask("scancel", job)

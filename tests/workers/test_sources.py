@@ -187,7 +187,8 @@ def test_a_dock_that_fails_ends_sampling_at_once():
         raise DockError("it has gone")
 
     rollout = SimpleNamespace(max_prompts=1, over=False, ended=False, _renew_leases=fail, who="rollout 0",
-                              complete=SimpleQueue(), _dock=contextlib.nullcontext, turns=TurnWriter())
+                              complete=SimpleQueue(), channel=SimpleNamespace(dock=contextlib.nullcontext),
+                              turns=TurnWriter())
     with pytest.raises(DockError, match="it has gone"), RolloutContext.leasing(rollout) as dock:
         RolloutContext.lease(rollout, dock, lambda dock: False)
     assert rollout.ended
