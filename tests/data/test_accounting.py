@@ -55,10 +55,8 @@ def one_step(plan: Plan) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("layouts", "moved"), [
-    ({"advantage": {"dp": 1}}, {"reward/advantage", "advantage/update", "source/advantage"}),
     ({"reward": {"dp": 1}, "advantage": {"dp": 3}}, {"rollout/reward", "reward/advantage", "advantage/update",
                                                      "source/reward", "source/advantage"}),
-    ({"reward": {"dp": 3}}, {"rollout/reward", "reward/advantage", "source/reward"}),
     ({"reward": {"dp": 2}}, {"rollout/reward", "reward/advantage", "source/reward"}),
 ])
 def test_the_plan_expects_what_is_moved(tmp_path, layouts, moved):

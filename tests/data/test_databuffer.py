@@ -41,26 +41,6 @@ def test_two_one_two_with_groups(batch):
         assert all(step["data/bytes_sent"] > 0 for step in metrics)
 
 
-def test_from_one_to_two_and_to_another_rank():
-    plan = (Builder(2, ONE)
-            .node("a", "r_prompt", "r_a", TWO)
-            .node("b", "r_a t_question", "d_b", LAST)
-            .node("c", "d_b r_a r_prompt", "i_c", ONE)
-            .node("d", "i_c d_b t_question", "", TWO)).plan()
-    for batch in (1, 4):
-        check_run(plan, batch)
-
-
-def test_four_two_four():
-    plan = (Builder(4, Layout(4))
-            .node("rollout", "r_prompt", "r_response", Layout(4), repeats=2)
-            .node("score", "r_response t_question", "d_score", Layout(2, 2))
-            .node("twice", "d_score", "t_more", Layout(3), repeats=2)
-            .node("update", "t_more d_score r_response r_prompt", "", Layout(4))).plan()
-    for batch in (3, 7):
-        check_run(plan, batch)
-
-
 def test_one_rank_moves_nothing():
     plan = (Builder(1, ONE).node("a", "r_prompt", "r_a", ONE, repeats=2).node("b", "r_a r_prompt", "", ONE)).plan()
     _, metrics, exchanges = check_run(plan, 3)[0]
@@ -77,27 +57,6 @@ def test_a_column_with_two_readers_moves_once():
             .node("third", "t_a r_a", "d_third", TWO)).plan()
     for _, _, exchanges in check_run(plan, 5):
         assert exchanges == [2, 2]
-
-
-def test_a_join_of_three_layouts():
-    plan = (Builder(2, TWO)
-            .node("here", "r_prompt", "d_here", ONE)
-            .node("there", "r_prompt", "i_there", LAST)
-            .node("both", "r_prompt", "t_both", TWO)
-            .node("join", "d_here i_there t_both r_prompt", "", LAST)
-            .node("again", "i_there t_both d_here", "", TWO)).plan()
-    check_run(plan, 5)
-
-
-def test_there_and_back_within_a_step_returns_what_is_new():
-    """Each node rewrites what came and sends it back; a cache without a key would return the first."""
-    plan = (Builder(2, TWO)
-            .node("a", "r_prompt", "r_a", ONE)
-            .node("b", "r_a", "r_b", TWO)
-            .node("c", "r_b r_a", "r_c", ONE)
-            .node("d", "r_c r_b r_a", "r_d", TWO)
-            .node("e", "r_d r_c r_b r_a", "", ONE)).plan()
-    check_run(plan, 5, steps=3)
 
 
 def at_once(plan: Plan) -> list[str]:
@@ -120,19 +79,9 @@ def at_once(plan: Plan) -> list[str]:
 def test_nodes_on_ranks_of_their_own_run_at_the_same_time():
     """Both read what the first node writes. Each rank leaves its node when all four are in theirs."""
     first, last = Layout(2), Layout(2, 2)
-    plan = (Builder(4, first).node("a", "r_prompt", "r_a d_a", first)
+    plan = (Builder(4, first).node("a", "r_prompt", "r_a d_a", last)
             .node("critic", "r_a d_a r_prompt", "", last).node("update", "d_a", "", first)).plan()
     assert run_ranks(4, at_once, plan) == [["update"], ["update"], ["critic"], ["critic"]]
-    turned = (Builder(4, first).node("a", "r_prompt", "r_a d_a", last)
-              .node("critic", "r_a d_a r_prompt", "", last).node("update", "d_a", "", first)).plan()
-    assert run_ranks(4, at_once, turned) == [["update"], ["update"], ["critic"], ["critic"]]
-
-
-def test_ranks_that_join_later_learn_who_has_which_rows():
-    """Ranks 2 and 3 divide rows that rank 0 has; then rank 1, which was not there, sends them more columns."""
-    plan = (Builder(4, ONE).node("a", "r_prompt", "r_a", Layout(2, 2))
-            .node("b", "r_prompt", "r_b", Layout(1, 1)).node("c", "r_b r_a", "", Layout(2, 2))).plan()
-    check_run(plan, 5)
 
 
 @st.composite
@@ -218,33 +167,24 @@ def take_after_a_loss(plan: Plan, node: str, lost: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("reads", "lost", "expected"), [
-    ("d_here d_there", "there",
-     "node `join` on rank 1 lacks rows [0] of columns d_there, which node `there` has not written"),
+@pytest.mark.parametrize(("repeated", "together", "lost", "expected"), [
+    (False, False, "there ids",
+     ["", "node `join` on rank 1 lacks rows [0] of columns d_there, which node `there` has not written"]),
+    (True, True, "rollout ids", ["", "node `join` on rank 1 has rows [0] of columns r_prompt from node `source`, but "
+                                     "its other inputs lack them"]),
+    (True, False, "rollout ids", ["rows [0] lost all 2 rows that a node made of each; no rank has one"] * 2),
+    (False, False, "there columns", ["node `there` has 4 rows on rank 0, but not their column d_there; it has none"]),
 ])
-def test_missing_rows_are_named(reads, lost, expected):
-    plan = (Builder(2, ONE)
-            .node("here", "r_prompt", "d_here", ONE).node("there", "d_here", "d_there", ONE)
-            .node("rollout", "r_prompt", "r_reply", ONE, repeats=2).node("join", reads, "", LAST)).plan()
-    assert run_ranks(2, take_after_a_loss, plan, "join", f"{lost} ids") == ["", expected]
-
-
-@pytest.mark.parametrize(("together", "here", "there"), [
-    (True, "", "node `join` on rank 1 has rows [0] of columns r_prompt from node `source`, but its other inputs lack "
-     "them"),
-    (False, *["rows [0] lost all 2 rows that a node made of each; no rank has one"] * 2),
-])
-def test_a_prompt_whose_samples_are_lost_is_named(together, here, there):
-    plan = (Builder(2, ONE)
-            .node("rollout", "r_prompt", "r_reply", ONE, repeats=2)
-            .node("join", "r_prompt r_reply", "", LAST, together=together)).plan()
-    assert run_ranks(2, take_after_a_loss, plan, "join", "rollout ids") == [here, there]
-
-
-def test_missing_columns_are_named():
-    plan = Builder(1, ONE).node("a", "r_prompt", "d_a", ONE).node("b", "d_a", "", ONE).plan()
-    error, = run_ranks(1, take_after_a_loss, plan, "b", "a columns")
-    assert error == "node `a` has 4 rows on rank 0, but not their column d_a; it has none"
+def test_databuffer_names_missing_rows_and_columns(repeated, together, lost, expected):
+    ranks = len(expected)
+    plan = Builder(ranks, ONE)
+    if repeated:
+        plan = plan.node("rollout", "r_prompt", "r_reply", ONE, repeats=2)
+    else:
+        plan = plan.node("here", "r_prompt", "d_here", ONE).node("there", "d_here", "d_there", ONE)
+    plan = plan.node("join", "r_prompt r_reply" if repeated else "d_here d_there", "", LAST if ranks == 2 else ONE,
+                     together=together).plan()
+    assert run_ranks(ranks, take_after_a_loss, plan, "join", lost) == expected
 
 
 def wait_in_vain(plan: Plan) -> str:

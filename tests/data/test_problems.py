@@ -10,7 +10,6 @@ from distflow.config.run import Data
 from distflow.data.dataset import open_records
 from distflow.data.problems import (
     answer_text,
-    is_empty,
     is_empty_question,
     messages_of,
     question_error,
@@ -56,27 +55,19 @@ def test_what_rewards_get_as_the_question(asked, text):
     assert question_text(asked) == text
 
 
-@pytest.mark.parametrize("value", [None, "", " \n", [], [{"role": "user", "content": " "}],
-                                   [{"role": "user", "content": []}],
-                                   [{"role": "user", "content": [{"type": "text", "text": None}]}]])
-def test_what_asks_nothing(value):
-    assert is_empty_question(value)
-    assert is_empty(value) == (not isinstance(value, list) or not value), "only a question has messages"
-
-
-@pytest.mark.parametrize("value", [0, 0.0, "0", [USER], [{"role": "user", "content": [{"type": "image"}]}],
-                                   [{"role": "assistant", "content": None, "tool_calls": [{}]}]])
-def test_what_says_something(value):
-    assert not is_empty_question(value)
-    assert not is_empty(value)
-
-
-@pytest.mark.parametrize("value", [5, ["1 + 1?"], [5], [{"content": "1 + 1?"}], [{"role": "user", "content": 5}],
-                                   [{"role": "user", "content": ["1 + 1?"]}],
-                                   [{"role": "user", "content": [{"type": "text", "text": 5}]}]])
-def test_a_question_of_a_wrong_form_is_refused_and_not_taken_for_empty(value):
-    assert not is_empty_question(value)
-    assert question_error(value)
+@pytest.mark.parametrize(("value", "empty", "wrong"), [
+    *((value, True, False) for value in (
+        None, "", " \n", [], [{"role": "user", "content": " "}], [{"role": "user", "content": []}],
+        [{"role": "user", "content": [{"type": "text", "text": None}]}])),
+    *((value, False, False) for value in (
+        "0", [USER], [{"role": "user", "content": [{"type": "image"}]}],
+        [{"role": "assistant", "content": None, "tool_calls": [{}]}])),
+    *((value, False, True) for value in (
+        5, ["1 + 1?"], [5], [{"content": "1 + 1?"}], [{"role": "user", "content": 5}],
+        [{"role": "user", "content": ["1 + 1?"]}], [{"role": "user", "content": [{"type": "text", "text": 5}]}]))])
+def test_question_is_empty_or_of_a_wrong_form(value, empty, wrong):
+    assert is_empty_question(value) == empty
+    assert empty or bool(question_error(value)) == wrong
 
 
 def test_keys_that_parquet_has_added_are_taken_out_however_deep(tmp_path):

@@ -162,21 +162,6 @@ def test_numbers_that_change_meanwhile_lead_nowhere_else(copy):
     assert not behind.any()
 
 
-@pytest.mark.parametrize(("rows", "one_by_one"), [(4096, False), (64, True)])
-def test_numpy_copies_many_short_runs_at_once(monkeypatch, rows, one_by_one):
-    source, target, *runs = scattered(rows, (4, 8), 8)
-    copied, copy = [], row_copies._copy_singly
-    monkeypatch.setattr(row_copies, "_copy_singly", lambda *given: (copied.append(len(given[2])), copy(*given)))
-    row_copies._copy_by_numpy(source, target, *runs, 8)
-    assert bool(sum(copied)) == one_by_one
-
-
-def test_numpy_copies_runs_that_stay_together_at_once():
-    runs = row_copies._merge_adjacent(np.array([0, 8, 40, 48]), np.array([8, 16, 24, 32]), np.array([8, 8, 8, 8]))
-    assert [each.tolist() for each in runs] == [[0, 40], [8, 24], [16, 16]]
-    assert [len(each) for each in row_copies._merge_adjacent(*[np.empty(0, np.int64)] * 3)] == [0, 0, 0]
-
-
 @pytest.mark.parametrize("width", [1, 8, 40])
 def test_scattered_runs_are_one_part_of_a_message(copy, width):
     source, target, begin, _, counts = scattered(512, (0, 600), width)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
-from walk import Builder, Walk, keeps, walk
+from walk import Builder, keeps, walk
 
 from distflow.data.batch import Batch
 from distflow.data.databuffer import Databuffer
@@ -87,8 +87,8 @@ def grpo(draws: int, reward: Layout, update: Layout) -> Plan:
             .node("update", "r_prompt r_response d_reward r_logprobs t_question", "", update, together=True)).plan()
 
 
-@pytest.mark.parametrize("draws", [2, 5])
-@pytest.mark.parametrize(("reward", "update"), [(TWO, TWO), (ONE, TWO), (ONE, ONE), (Layout(1, 1), TWO)])
+@pytest.mark.parametrize("draws", [1, 3])
+@pytest.mark.parametrize(("reward", "update"), [(ONE, TWO), (Layout(1, 1), TWO)])
 def test_rows_are_dropped_and_drawn_again(draws, reward, update):
     for batch in (1, 4):
         check(grpo(draws, reward, update), batch)
@@ -138,29 +138,11 @@ def test_rows_that_others_have_computed_are_dropped_when_all_are_there():
     assert buffer.take(last).ids.tolist() == [0]
 
 
-def dropped_without_drawing(layout: Layout) -> tuple[list, list]:
-    plan = (Builder(2, TWO).node("a", "r_prompt", "d_a keep", layout).node("b", "r_prompt d_a", "", TWO)).plan()
-    walker = Walk(plan, 6)
-    walker.run_step()
-    return walker.seen, [len(batch) for batch in walker.buffer.step_columns.values()]
-
-
-@pytest.mark.parametrize("layout", [ONE, TWO])
-def test_dropped_rows_leave_every_node(layout):
-    results = run_ranks(2, dropped_without_drawing, layout)
-    rows = sorted(row for seen, _ in results for _, node, ids in seen if node == "b" for row in ids)
-    assert rows == [row for row in range(6) if keeps(0, row)]
-    assert 0 < len(rows) < 6
-
-
-def one_rank(keep) -> None:
+@pytest.mark.parametrize("keep", [torch.ones(2), torch.ones(2, 2, dtype=torch.bool)])
+@pytest.mark.usefixtures("alone")
+def test_databuffer_refuses_a_keep_that_is_no_bool_a_row(keep):
     plan = Builder(1, ONE).node("a", "r_prompt", "keep", ONE).plan()
     buffer = Databuffer(plan, 0, Metrics())
     buffer.start(Batch(torch.arange(2)))
     with pytest.raises(ColumnError, match=r"node `a` wrote column `keep`.*one bool a row"):
         buffer.put(plan.tasks[0], {KEEP: keep}, torch.arange(2))
-
-
-@pytest.mark.parametrize("keep", [torch.ones(2), torch.ones(2, 2, dtype=torch.bool)])
-def test_what_is_no_bool_a_row_is_refused(keep):
-    run_ranks(1, one_rank, keep)
