@@ -1,9 +1,8 @@
 """SIMULATION of the ranks, not of the store: what the control plane costs at 64 to 10,000 ranks.
 
 The project's own code runs for each rank in a thread, or where nothing waits one after the other, against a real
-TCPStore, and a real etcd where it is installed, in a process of its own. Nothing is trained; no weights move. Counted
-for each rank are the operations on the store, their bytes and the connections to it; of the store's process the CPU
-seconds. Half of the ranks train; a machine has eight.
+TCPStore in a process of its own. Nothing is trained; no weights move. Counted for each rank are the operations on the
+store; of the store's process the CPU seconds. Half of the ranks train; a machine has eight.
 
     start     all that `join_run` asks of the store: the ranks agree on the plan, the folder, the device and the token
     join      a machine's part of a rendezvous round, where machines come and go: some by the second that it waits
@@ -13,8 +12,8 @@ seconds. Half of the ranks train; a machine has eight.
     restart   a rank's failure or that of others, the next attempt, and a look whether all are done
     second    what heartbeats and looks cost a rank in each second of a run
 
-Beside them stand the CPU and memory that a rank needs to know where the rows of all go, and the connections of gloo
-(real groups of few ranks). Power: the slope of the logarithms over the number of ranks; 0 is constant.
+Beside them stand the CPU and memory that a rank needs to know where the rows of all go. Power: the slope of the
+logarithms over the number of ranks; 0 is constant.
 """
 
 from __future__ import annotations
@@ -24,12 +23,9 @@ import json
 import math
 import os
 import resource
-import shutil
-import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +41,6 @@ from distflow.recovery.membership import HEARTBEAT_SECONDS, Membership, Rendezvo
 from distflow.recovery.rank_status import RankStatus  # noqa: E402
 from distflow.recovery.restarts import Attempt, Failure, RestartCoordinator, RestartGroup  # noqa: E402
 from distflow.recovery.store import RunStore  # noqa: E402
-from distflow.store.etcd import EtcdStore  # noqa: E402
 from distflow.store.interface import Store, poll_interval  # noqa: E402
 from distflow.store.tcp import TCPStoreClient  # noqa: E402
 from distflow.telemetry.heartbeat import Silence  # noqa: E402
@@ -54,33 +49,9 @@ from distflow.weights.directory import Directory, HeldChunks, SourceEntry  # noq
 from distflow.weights.manifest import ManifestDigest, key  # noqa: E402
 from distflow.weights.publisher import Publisher  # noqa: E402
 
-SIZES, QUICK, ETCD = (64, 256, 1024, 4096, 10_000), (16, 64), (16, 64)
+SIZES, QUICK = (64, 256, 1024, 4096, 10_000), (16, 64)
 LOCAL, NODES, LIMIT, SAMPLED = 8, 10, 3000.0, 64
 PARTS = ("start", "join", "step", "version", "meeting", "restart", "second")
-AUDIT = {
-    "start": "`agree`: up to 33 min at 10,000 ranks",
-    "second": "3 M² operations by M machines: the whole store at 128 machines; above some 450 no loss is noticed",
-    "version": "a list of all keys of the store by each rollout",
-    "meeting": "4 to 5 N² operations: no start above some 1,500 trainer ranks",
-    "routing": "7.0 s and 2.6 GiB of each rank at 10,000",
-}
-"""What an audit counted at commit 426f40b, before the first of these parts was mended."""
-BEFORE = {
-    "start": (25.51, 110.44, 2.24, 1.37), "join": (343.14, 31.52, 0.61, 2.47), "step": (25.0, 1.67, 0.32, 1.0),
-    "version": (8.5, 376.67, 3.0, 1.66), "meeting": (6.78, 1.26, 0.11, 0.86), "restart": (16.86, 87.36, 0.47, 1.39),
-    "second": (27.75, 5.22, 0.34, 0.77),
-}
-"""The same counts at commit 08408ff with 1,024 ranks: operations and KiB of a rank, the store's seconds and their power
-from 64 ranks on; this benchmark measured them there in the same way."""
-
-
-@dataclass
-class Counts:
-    """Of one rank."""
-
-    operations: int = 0
-    bytes: int = 0
-    connections: int = 0
 
 
 class CountedTCP(TCPStoreClient):
@@ -90,60 +61,19 @@ class CountedTCP(TCPStoreClient):
 
     def __init__(self, port: int):
         Store.__init__(self, f"127.0.0.1:{port}", LIMIT)
-        self.host, self.port, self.server, self.counts = "127.0.0.1", port, None, Counts()
+        self.host, self.port, self.server, self.operations = "127.0.0.1", port, None, 0
         self.local = threading.local()
 
     def _call(self, function, wait=0.0):
-        self.counts.operations += 1
-        return super()._call(lambda store: function(CountedCalls(store, self.counts)), wait)
+        self.operations += 1
+        return super()._call(function, wait)
 
     def _helper(self):
-        if threading.current_thread() is threading.main_thread():
-            if CountedTCP.shared is None or CountedTCP.shared.address != self.address:
-                CountedTCP.shared = super()._helper()
-            return CountedTCP.shared
-        before = getattr(self.local, "helper", None)
-        found = super()._helper()
-        self.counts.connections += found is not before
-        return found
-
-
-class CountedCalls:
-    """Torch's client, with the bytes of keys and values counted."""
-
-    def __init__(self, store: Any, counts: Counts):
-        self.store, self.counts = store, counts
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            result = getattr(self.store, name)(*arguments)
-            self.counts.bytes += size(arguments) + size(result)
-            return result
-
-        return call
-
-
-def size(value: Any) -> int:
-    """Return the bytes of keys and values, each with its length in 8 bytes; 8 of anything else."""
-    if isinstance(value, (list, tuple)):
-        return sum(map(size, value))
-    return 8 + (len(value) if isinstance(value, (str, bytes)) else 0)
-
-
-class CountedEtcd(EtcdStore):
-    def __init__(self, address: str):
-        self.counts = Counts()
-        super().__init__(address, LIMIT)
-
-    def _call(self, what, until=None, **body):
-        answer = super()._call(what, until, **body)
-        self.counts.operations += 1
-        self.counts.bytes += len(json.dumps(body)) + len(json.dumps(answer))
-        return answer
-
-    def _watch(self, key, revision, seconds):
-        self.counts.operations += 1
-        super()._watch(key, revision, seconds)
+        if threading.current_thread() is not threading.main_thread():
+            return super()._helper()
+        if CountedTCP.shared is None or CountedTCP.shared.address != self.address:
+            CountedTCP.shared = super()._helper()
+        return CountedTCP.shared
 
 
 @dataclass
@@ -173,35 +103,13 @@ def tcp_store() -> Iterator[StoreProcess]:
         process.communicate()
 
 
-@contextlib.contextmanager
-def etcd_store() -> Iterator[StoreProcess]:
-    ports = []
-    for _ in range(2):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            ports.append(probe.getsockname()[1])
-    client, peer = (f"http://127.0.0.1:{port}" for port in ports)
-    with tempfile.TemporaryDirectory() as folder:
-        process = subprocess.Popen(
-            ["etcd", "--data-dir", folder, "--listen-client-urls", client, "--advertise-client-urls", client,
-             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            yield StoreProcess(process, lambda: CountedEtcd(f"etcd://127.0.0.1:{ports[0]}/run"))
-        finally:
-            process.kill()
-            process.wait()
-
-
 @dataclass
 class Cost:
     """Of one part: of a rank in the middle, and of the one that has most; and of the store's process for all."""
 
     operations: float
     most: float
-    bytes: float
     seconds: float
-    connections: float = 0.0
 
 
 @dataclass
@@ -211,20 +119,19 @@ class Part:
     kept: StoreProcess
     clients: Sequence[Any]
     scale: float = 1.0
-    cost: Cost = field(default_factory=lambda: Cost(0, 0, 0, 0))
+    cost: Cost = field(default_factory=lambda: Cost(0, 0, 0))
 
     def __enter__(self) -> Part:
         for client in self.clients:
-            client.counts.operations = client.counts.bytes = client.counts.connections = 0
+            client.operations = 0
         self.before = self.kept.cpu
         return self
 
     def __exit__(self, *_: object) -> None:
         seconds = self.kept.cpu - self.before
-        operations = [client.counts.operations for client in self.clients]
-        self.cost = Cost(statistics.mean(operations), max(operations),
-                         statistics.mean(client.counts.bytes for client in self.clients), seconds * self.scale,
-                         statistics.mean(client.counts.connections for client in self.clients))
+        operations = [client.operations for client in self.clients]
+        self.cost = Cost(statistics.mean(operations), max(operations), seconds * self.scale)
+
 
 
 def together(ranks: Sequence[Any], work: Callable[[int, Any], object]) -> None:
@@ -369,7 +276,7 @@ def second(kept: StoreProcess, clients: Sequence[Any], ranks: int) -> Cost:
     measured(1 / interval, hold)
     measured(0.5 / interval, look)
     total = [sum(rate * getattr(cost, name) for rate, cost in costs)
-             for name in ("operations", "most", "bytes", "seconds")]
+             for name in ("operations", "most", "seconds")]
     return Cost(*total)
 
 
@@ -413,8 +320,7 @@ def version(kept: StoreProcess, clients: Sequence[Any], training: int, attempt: 
         for rank, client in enumerate(few):
             pull(training, attempt, number + 1, rank, client)
     one, other = published.cost, pulled.cost
-    return Cost((one.operations + other.operations) / 2, max(one.most, other.most), (one.bytes + other.bytes) / 2,
-                one.seconds + other.seconds)
+    return Cost((one.operations + other.operations) / 2, max(one.most, other.most), one.seconds + other.seconds)
 
 
 def growth_exponent(values: dict[int, float]) -> float:
@@ -433,56 +339,24 @@ def routing(ranks: int) -> tuple[float, float, float, float]:
     return float(said[0]), float(said[1]), float(said[2]), float(said[3]) / 1024
 
 
-GLOO = """
-import datetime, os, sys, threading, time
-import torch, torch.distributed as dist
-ranks, store = int(sys.argv[1]), dist.HashStore()
-def run(rank):
-    group = dist.ProcessGroupGloo(store, rank, ranks, datetime.timedelta(seconds=60))
-    group.allreduce([torch.zeros(1)]).wait()
-    made[rank] = group
-made, began = {}, time.monotonic()
-threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-[each.start() for each in threads]
-[each.join() for each in threads]
-sockets = [each for each in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{each}") and
-           os.readlink(f"/proc/self/fd/{each}").startswith("socket")]
-print(len(sockets) / ranks, time.monotonic() - began)
-os._exit(0)
-"""
-
-
-def gloo(ranks: int, lazy: bool) -> tuple[float, float]:
-    """Sockets of a rank after a group's first collective, and the seconds until then."""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "TORCH_GLOO_LAZY_INIT": str(int(lazy))}
-    said = subprocess.run([sys.executable, "-c", GLOO, str(ranks)], env=environment, check=True, capture_output=True,
-                          text=True).stdout.split()
-    return float(said[0]), float(said[1])
-
-
-def table(name: str, found: dict[int, dict[str, Cost]]) -> Iterator[str]:
-    yield f"SIMULATION: {name}"
-    yield "  part     ranks  operations of a rank (most)     KiB of a rank  store CPU s, of all   power of these"
+def table(found: dict[int, dict[str, Cost]]) -> Iterator[str]:
+    yield "SIMULATION\n  part     ranks  operations of a rank (most)  store CPU s, of all   power of these"
     for part in PARTS:
         costs = {ranks: cost[part] for ranks, cost in found.items()}
         powers = [growth_exponent({ranks: getattr(cost, what) for ranks, cost in costs.items()})
-                  for what in ("operations", "bytes", "seconds")]
+                  for what in ("operations", "seconds")]
         for ranks, cost in costs.items():
             last = "  ".join(f"{each:.2f}" for each in powers) if ranks == max(costs) else ""
-            yield (f"  {part:8} {ranks:5}  {cost.operations:12.2f} ({cost.most:8.1f})  {cost.bytes / 1024:16.2f}  "
-                   f"{cost.seconds:19.2f}   {last}")
-    connections = ", ".join(f"{cost['start'].connections:.1f}" for cost in found.values())
-    yield f"  connections to the store that the thread of a rank made at its start: {connections}"
+            yield f"  {part:8} {ranks:5}  {cost.operations:12.2f} ({cost.most:8.1f})  {cost.seconds:19.2f}   {last}"
 
 
-def measured(name: str, store: Callable[[], contextlib.AbstractContextManager[StoreProcess]],
-             sizes: Sequence[int]) -> dict[int, dict[str, Cost]]:
+def measured(sizes: Sequence[int]) -> dict[int, dict[str, Cost]]:
     found = {}
     for ranks in sizes:
-        with store() as kept:
+        with tcp_store() as kept:
             found[ranks] = measure(kept, ranks)
-        print(f"{name}: {ranks:,} ranks are measured", file=sys.stderr, flush=True)
-    print("\n".join(table(name, found)), flush=True)
+        print(f"{ranks:,} ranks are measured", file=sys.stderr, flush=True)
+    print("\n".join(table(found)), flush=True)
     return found
 
 
@@ -495,22 +369,11 @@ def main(arguments: list[str] | None = None) -> None:
     threading.stack_size(256 * 1024)
     sys.setswitchinterval(1.0)  # ten thousand threads that take turns by force would do little else
     sizes = [size for size in (QUICK if given.quick else SIZES) if size <= given.most]
-    found = measured("torch's TCPStore", tcp_store, sizes)
-    if shutil.which("etcd"):
-        measured("etcd, one member", etcd_store, ETCD[:1] if given.quick else ETCD)
-    for part, (operations, kib, busy, slope) in BEFORE.items():
-        print(f"  before (08408ff), TCPStore, 1,024 ranks: {part:8} {operations:7.2f} operations, {kib:7.2f} KiB of a"
-              f" rank, {busy:.2f} s of the store, power {slope:.2f}")
-    for part, said in AUDIT.items():
-        print(f"  audit (426f40b): {part}: {said}")
+    found = measured(sizes)
     for ranks in sizes:
         middle, least, most, memory = routing(ranks)
         times = f"{1000 * middle:,.0f} ({1000 * least:,.0f} to {1000 * most:,.0f})"
         print(f"  routing at {ranks:6,} ranks: {times} ms of CPU, {memory:,.0f} MiB more")
-    for ranks in (4, 8) if given.quick else (4, 8, 16):
-        print(f"  gloo, {ranks} ranks: " + "; ".join(
-            f"{'lazy' if lazy else 'at once'}: {sockets:.1f} sockets of a rank, {seconds:.2f} s"
-            for lazy in (False, True) for sockets, seconds in [gloo(ranks, lazy)]))
     starts = sum(found[sizes[-1]][part].seconds for part in ("start", "join", "meeting"))
     print(f"  start of {sizes[-1]:,} ranks: {starts:.1f} s of the store's CPU (goal: under 60 s)")
     powers = [growth_exponent({ranks: cost[part].operations for ranks, cost in found.items()}) for part in PARTS

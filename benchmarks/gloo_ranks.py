@@ -1,11 +1,9 @@
 """The contenders that need no other framework: `python gloo_ranks.py WAY`, driven as `contender.py` says.
 
-Ways: `databuffer`, distflow's; `rank0`, by way of rank 0; `rank0-padded`, the same with ragged rows carried padded. And
-three that redistribute nothing: `same-layout`, distflow's where the layout stays; `copy` and `copy-through`, as many
-bytes by plain copies (`plain_copy.py`).
+Ways: `databuffer`, distflow's; `rank0`, by way of rank 0; `rank0-padded`, the same with ragged rows carried padded.
 
 Every case gets fresh processes, one a rank, in one gloo group. A round is timed from a moment on at which all ranks
-begin, to the latest end of any; `own` leaves out how late a rank awoke.
+begin, to the latest end of any.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ from torch import Tensor
 
 from benchmarks import rows
 from benchmarks.contender import serve
-from benchmarks.plain_copy import PlainCopy
 from benchmarks.rank0 import Rank0
 from benchmarks.rows import Case, Columns
 from distflow.data.batch import Batch, Ragged
@@ -94,18 +91,8 @@ class ByDatabuffer:
         return int(sent) + rows.nbytes(columns, new)
 
 
-class SameLayout(ByDatabuffer):
-    """distflow, for a task whose layout is the producers'."""
-
-    def __init__(self, case: Case, rank: int):
-        super().__init__(replace(case, consumers=case.producers, first=0), rank)
-        transfer = replace(self.task.transfers[0], kind="local")
-        self.task = replace(self.task, transfers=(transfer,))
-
-
 WAYS: dict[str, Callable[[Case, int], Way]] = {
-    "databuffer": ByDatabuffer, "same-layout": SameLayout, "copy": PlainCopy,
-    "copy-through": lambda case, rank: PlainCopy(case, rank, out=True),
+    "databuffer": ByDatabuffer,
     "rank0": lambda case, rank: Rank0(case, rank, case.form == rows.PADDED),
     "rank0-padded": lambda case, rank: Rank0(case, rank, True)}
 
@@ -124,25 +111,22 @@ class Rank:
         self.case = self.way.case = replace(case, mib=0, prompt=8, response=8)
         self.make()
         self.round(0)
-        if hasattr(self.way, "result"):
-            self.check(0, contents=True)
+        self.check(0, contents=True)
         self.case = self.way.case = case
 
     def make(self) -> None:
         if self.rank < self.case.producers:
             self.columns = rows.make(self.case, self.rank, self.pad)
 
-    def round(self, repeat: int) -> tuple[float, float, int]:
+    def round(self, repeat: int) -> tuple[float, int]:
         ids, columns = torch.empty(0, dtype=torch.int64), {}
         if self.rank < self.case.producers:
             ids = self.case.ids(repeat, self.rank)
             columns = self.columns | {"rewards": rows.rewards(self.case, repeat, ids)}
         self.way.load(ids, columns)
         moment = self.together()
-        begin = time.perf_counter()
         self.way.move()
-        end = time.perf_counter()
-        return end - moment, end - begin, self.way.through()
+        return time.perf_counter() - moment, self.way.through()
 
     def together(self) -> float:
         """Begin at one moment on all ranks: a barrier lets them go milliseconds apart. The clock is the machine's."""
@@ -185,8 +169,8 @@ class Host:
         self._all("make")
 
     def round(self, repeat: int) -> dict[str, Any]:
-        seconds, own, through = zip(*self._all("round", repeat))
-        return {"seconds": max(seconds), "own": max(own), "through": max(through)}
+        seconds, through = zip(*self._all("round", repeat))
+        return {"seconds": max(seconds), "through": max(through)}
 
     def check(self, repeat: int, contents: bool) -> dict[str, Any]:
         ids, wrong = zip(*self._all("check", repeat, contents))

@@ -15,9 +15,6 @@ Ids and lengths are verified at the far end, on both sides and in the time.
 One client alone is also measured in copies: what put, list and get take together, over one `memcpy` of the rows' bytes.
 Its rows lie in the two storage shards in turns, so none of them is beside the one before it: the worst case.
 
-Leases per second of 1, 4 and 16 consumers at once, each with a client of its own that leases one row and commits it, at
-four storage shards: with all indexes in the first one's process, and with each consumer's in another one's.
-
 With each storage shard that is added, what goes through the busiest one should fall in proportion (MindSpeed RL, Fig.
 9): that is counted in bytes, not timed, since on few cores all storage shards share what one can do.
 """
@@ -29,7 +26,6 @@ import secrets
 import sys
 import time
 from argparse import Namespace
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -50,51 +46,8 @@ from distflow.dock.process import start  # noqa: E402
 GOAL, BUSIEST_GOAL, CLIENTS, SHARD_COUNTS = 2.0, 1.05, (1, 2, 4, 8), (1, 2, 4, 8)
 COPIES_GOAL, SHAPES, WARM = 8.0, ((1024, 2048), (2048, 1024), (4096, 512)), 3
 """Rows and tokens of each, all of 24 MiB; rounds of which no time is taken."""
-LEASES, LEASE_SHARDS, LEASE_CONSUMERS = 200, 4, (1, 4, 16)  # leases of each consumer; storage shards; consumers
 _COLUMNS = ("tokens", "logprobs", "rewards")
 _WAIT = 60.0
-
-
-@dataclass(frozen=True)
-class SampleFlow:
-    """Sample flow of one iteration by MindSpeed RL's own formula (§"Problem Statement", Eq. 1, 2, 4), rebuilt from its
-    text. It agrees with every row of its Table 1 to the digits printed.
-
-    `prompts` (G) with `responses` (N) each; lengths in tokens, `width` (B) bytes a value.
-
-    `long_columns` (n) are as long as the response: its tokens, log-probabilities, and so on; `scalars` are single
-    values per sample.
-    """
-
-    prompts: int
-    responses: int
-    prompt_tokens: int
-    long_columns: int
-    response_tokens: int
-    scalars: int
-    width: int = 4
-
-    @property
-    def samples(self) -> int:
-        return self.prompts * self.responses
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the last three steps of an iteration move together: G·N·B·(3·n·S + 2·P + 3·scalars) (Eq. 2)."""
-        long = 3 * self.long_columns * self.response_tokens
-        return self.samples * self.width * (long + 2 * self.prompt_tokens + 3 * self.scalars)
-
-    def bytes_through_each_shard(self, shards: int, consumers: int) -> float:
-        """Return the bytes through each storage shard: its share of the rows, and their metadata (Eq. 4).
-
-        Metadata are the sample's scalars, sent once to the index of every consumer (the paper's controllers).
-        """
-        metadata = self.samples * self.width * self.scalars * consumers
-        return (self.nbytes + metadata) / shards
-
-    def seconds(self, bytes_per_second: float, shards: int = 1, consumers: int = 0) -> float:
-        """Return the seconds of moving it if each shard sends and receives `bytes_per_second` in all."""
-        return self.bytes_through_each_shard(shards, consumers) / bytes_per_second
 
 
 def lengths_of(ids: torch.Tensor, mean: int) -> torch.Tensor:
@@ -131,53 +84,6 @@ def client(line: Connection, addresses: list[tuple[str, int]], token: bytes, num
                     raise SystemExit(f"client {number} got other rows than it leased")
                 dock.commit(lease)
             line.send(time.perf_counter())
-
-
-def lease_rows(line: Connection, addresses: list[tuple[str, int]], token: bytes, consumer: str) -> None:
-    """Lease all rows for a consumer, one after the other, and commit them."""
-    torch.set_num_threads(1)
-    with DockClient(addresses, token, consumer, timeout=_WAIT) as dock:
-        dock.commit(dock.lease(consumer, 1, wait=_WAIT))
-        line.send("ready")
-        line.recv()
-        for _ in range(LEASES):
-            dock.commit(dock.lease(consumer, 1, wait=_WAIT))
-        line.send(time.perf_counter())
-
-
-def leases_per_second(consumers: int, spread: bool) -> float:
-    """Return how many leases are granted and committed; `spread`: the indexes are in several processes."""
-    token, context = secrets.token_bytes(32), multiprocessing.get_context("spawn")
-    clients: list[tuple[Any, Any]] = []
-    children = [start(token) for _ in range(LEASE_SHARDS)]
-    addresses, names = [child.address for child in children], [f"consumer {number}" for number in range(consumers)]
-    with DockClient(addresses, token, "driver", timeout=_WAIT) as dock:
-        dock.configure([Consumer(name, ("id",), home=number if spread else 0) for number, name in enumerate(names)])
-        dock.put(Batch(ids := torch.arange(LEASES + 1), {"id": ids}))
-        for name in names:
-            ours, theirs = context.Pipe()
-            clients.append((process := context.Process(target=lease_rows, args=(theirs, addresses, token, name)), ours))
-            process.start()
-        for _, line in clients:
-            line.recv()
-        begin = time.perf_counter()
-        for _, line in clients:
-            line.send("go")
-        seconds = max(line.recv() for _, line in clients) - begin
-    for process, _ in clients:
-        process.join()
-    for child in children:
-        child.stop()
-    return consumers * LEASES / seconds
-
-
-def show_leases(repeats: int) -> None:
-    """Print leases per second with one process of indexes and with several, by the number of consumers."""
-    for consumers in LEASE_CONSUMERS:
-        pairs = interleaved({"several": lambda _, count=consumers: leases_per_second(count, True),
-                             "one": lambda _, count=consumers: leases_per_second(count, False)}, repeats)
-        each = "  ".join(f"{name} {Spread.of([pair[name] for pair in pairs])}" for name in ("one", "several"))
-        print(f"{consumers:2} consumers  leases/s: {each}  ratio {ratios(pairs, 'several', 'one', float)}", flush=True)
 
 
 class Driver:
@@ -314,18 +220,6 @@ def show_shards(given: Namespace) -> bool:
     return good
 
 
-def show_table() -> None:
-    """MindSpeed RL's Table 1 by its formula, and what 16 storage shards make of it."""
-    kibi = 1024
-    print("MindSpeed RL Table 1 by formula: GiB in all, s at 1 GiB/s; then with 16 storage shards and 5 controllers")
-    for sizes in ((256, 8, 2 * kibi, 5, 8 * kibi, 3), (256, 16, 2 * kibi, 5, 16 * kibi, 3),
-                  (kibi, 16, 2 * kibi, 5, 16 * kibi, 3), (kibi, 32, 4 * kibi, 8, 32 * kibi, 5),
-                  (4 * kibi, 32, 4 * kibi, 8, 32 * kibi, 5), (8 * kibi, 64, 4 * kibi, 8, 64 * kibi, 5)):
-        flow = SampleFlow(*sizes)
-        print(f"  G {sizes[0]:5} N {sizes[1]:3} P {sizes[2]:5} n {sizes[3]} S {sizes[4]:6} scalars {sizes[5]}: "
-              f"{flow.nbytes / 2**30:8.2f} {flow.seconds(2**30):8.2f}   {flow.seconds(2**30, 16, 5):8.2f}")
-
-
 def main() -> None:
     if sys.argv[1:] == ["--serve"]:
         driver = Driver()
@@ -343,10 +237,8 @@ def main() -> None:
     given.cycles = given.cycles or (4 if given.quick else 16)
     given.clients = (1, 2) if given.quick else CLIENTS
     print(COPIES, flush=True)
-    show_table()
     even = show_shards(given)
     show_copies(given.cycles)
-    show_leases(given.repeats)
     if given.alone:
         return
     results = contest(given)

@@ -2,41 +2,26 @@
 
     python -m benchmarks.vllm_parts pack vllm-….whl OUT --packages WHEELS   # kernels that are not needed stay behind
     python -m benchmarks.vllm_parts join OUT SITE                           # there; then PYTHONPATH=SITE
-    python -m benchmarks.vllm_parts imports SITE --without pandas openai    # what `LLM(enforce_eager=True)` imports
 
 `pack` writes .tar.xz files of at most `--limit` MB, and says what stayed behind. What is left serves dense models on
-Hopper, whose attention is FlashAttention 3: mixtures of experts need `--mixtures`. `imports` runs vLLM's Python files
-on a CPU, with the kernels of its CPU build if they lie in SITE, as far as they go, and prints the packages beside
-Python's own that it has loaded; `--without` makes some impossible to import, to see which vLLM can do without.
+Hopper, whose attention is FlashAttention 3: mixtures of experts need `--mixtures`.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
-import importlib.abc
 import io
-import json
 import lzma
-import os
-import sys
-import sysconfig
 import tarfile
-import tempfile
-import traceback
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 LEFT = ("*/_vllm_fa2_C*.so", "*/vllm-rs", "vllm/third_party/*/include/*", "vllm/third_party/*.so", "*/_qutlass_C*.so",
         "*/_flashmla*.so", "*/static/swagger*", "vllm/benchmarks/*", "*/_moe_C*.so")
 """Files of the wheel that a dense model on Hopper does not load; the last is that of mixtures of experts."""
 LIMIT = 55
-TINY = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 512, "hidden_size": 64,
-        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "max_position_embeddings": 256, "tie_word_embeddings": True, "torch_dtype": "float32"}
 
 
 def stays(name: str, patterns: Sequence[str]) -> bool:
@@ -105,54 +90,6 @@ def join(parts: Path, site: Path) -> None:
         print(f"{part} is in {site}", flush=True)
 
 
-class Without(importlib.abc.MetaPathFinder):
-    """Finder that finds what another one does, except for packages of some names."""
-
-    def __init__(self, other: Any, names: Sequence[str]):
-        self.other, self.names = other, names
-
-    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> Any:
-        return None if fullname.partition(".")[0] in self.names else self.other.find_spec(fullname, path, target)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.other, name)
-
-
-def imports(site: Path, without: Sequence[str]) -> None:
-    """Start vLLM on a CPU and sample four tokens; print how far it went, and what it has loaded."""
-    sys.meta_path[:] = [Without(finder, without) for finder in sys.meta_path]
-    sys.path.insert(0, str(site.resolve()))
-    os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                   "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-                   "HF_HUB_OFFLINE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(TINY))
-        try:
-            print(f"sampled {sampled(folder)}")
-        except Exception:  # noqa: BLE001 - how far it went is the result
-            print(traceback.format_exc(limit=-3))
-    places = [str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib")]
-    files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
-    print("packages:", *sorted({name.partition(".")[0] for name, file in files.items()
-                                if file.startswith(tuple(places)) or "site-packages" in file}))
-
-
-def sampled(folder: str) -> Sequence[int]:
-    from vllm import platforms
-    from vllm.platforms.cpu import CpuPlatform
-
-    platforms._current_platform = CpuPlatform()  # the wheel is that of CUDA, and would look for a GPU
-    from vllm.utils import torch_utils
-
-    torch_utils.PIN_MEMORY = False
-    from vllm import LLM, SamplingParams
-
-    engine = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=128, skip_tokenizer_init=True,
-                 load_format="dummy")
-    settings = SamplingParams(max_tokens=4, detokenize=False)
-    return engine.generate([{"prompt_token_ids": [5, 6, 7]}], settings, use_tqdm=False)[0].outputs[0].token_ids
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -165,16 +102,11 @@ def main() -> None:
     joining = commands.add_parser("join")
     joining.add_argument("parts", type=Path)
     joining.add_argument("site", type=Path)
-    importing = commands.add_parser("imports")
-    importing.add_argument("site", type=Path)
-    importing.add_argument("--without", nargs="*", default=[])
     given = parser.parse_args()
     if given.command == "pack":
         pack(given.wheel, given.out, given.packages, given.limit, LEFT[:-1] if given.mixtures else LEFT)
-    elif given.command == "join":
-        join(given.parts, given.site)
     else:
-        imports(given.site, given.without)
+        join(given.parts, given.site)
 
 
 if __name__ == "__main__":

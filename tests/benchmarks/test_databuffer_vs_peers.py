@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import rows
 from benchmarks.contender import ROOT, Contender
-from benchmarks.databuffer_vs_peers import Round, complete_flags, goals, measure, options_here, run, verify
+from benchmarks.databuffer_vs_peers import Round, goals, measure
 from benchmarks.rows import PADDED, RAGGED, Case
 from distflow.data.row_copies import COPIES
 
@@ -85,24 +85,6 @@ def test_wrong_rows_end_the_benchmark(fake, mistake, expected):
         measure(contender, case, 3, 0)
 
 
-def test_right_rows_are_measured(fake):
-    case = Case(0, 2, 2, prompt=4, response=4)
-    pairs = run(case, {"fake": fake("pass")}, 2)
-    assert [pair["fake"].seconds for pair in pairs] == [0.5, 0.5]
-    assert pairs[0]["fake"].through == 7
-
-
-def test_a_contender_that_fails_shows_its_last_words(fake):
-    contender = fake("raise RuntimeError('no luck')")
-    with pytest.raises(SystemExit, match="no luck"):
-        run(Case(0, 2, 2, prompt=4, response=4), {"fake": contender}, 1)
-
-
-def test_wrong_contents_end_the_benchmark():
-    with pytest.raises(SystemExit, match="prompts are not"):
-        verify("fake", Case(0, 2, 2), 0, [range(8)], ["prompts are not those of the rows"])
-
-
 @pytest.mark.parametrize("form", [PADDED, RAGGED])
 @pytest.mark.parametrize("pad", [True, False])
 def test_contents_are_known_by_id_and_repeat(form, pad):
@@ -119,15 +101,6 @@ def test_contents_are_known_by_id_and_repeat(form, pad):
         assert name in found
 
 
-def test_sizes_are_those_of_the_rows():
-    padded, ragged = Case(1, 4, 2), Case(1, 4, 2, form=RAGGED)
-    assert padded.rows == ragged.rows
-    assert padded.nbytes == pytest.approx(2**20, rel=0.5)
-    assert 0.2 < ragged.nbytes / padded.nbytes < 0.6
-    assert padded.share == pytest.approx(0.75 * padded.nbytes)
-    assert Case(1, 4, 4, first=4).share == pytest.approx(padded.nbytes / 4)
-
-
 def test_goals_are_those_of_the_layout_that_shows_least():
     def pair(ours: float, verl: float) -> dict[str, Round]:
         return {"databuffer": Round(ours, 10, 10), "verl": Round(verl, 10, 10)}
@@ -140,13 +113,3 @@ def test_goals_are_those_of_the_layout_that_shows_least():
     ragged = next(goal for goal in found if "ragged, databuffer over" in goal.claim)
     assert (ragged.goal, ragged.met) == (40, True)
     assert all(goal.met for goal in found if not goal.at_least)
-
-
-def test_quick_leaves_out_peers_that_are_not_installed(monkeypatch):
-    monkeypatch.setattr("benchmarks.databuffer_vs_peers.peer_python", lambda *_, install: "python" if install else None)
-    given, left_out = complete_flags(options_here().parse_args(["--quick"]))
-    assert given.contenders == ["databuffer", "rank0", "rank0-padded"]
-    assert "TransferQueue" in left_out
-    given, left_out = complete_flags(options_here().parse_args([]))
-    assert {"verl", "transfer_queue"} < set(given.contenders)
-    assert not left_out

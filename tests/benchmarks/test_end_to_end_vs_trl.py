@@ -1,10 +1,9 @@
 import json
-import sys
 
 import pytest
 import yaml
 
-from benchmarks.end_to_end_vs_trl import Curve, difference, drawn, peer_config, timed, without_reference
+from benchmarks.end_to_end_vs_trl import Curve, difference, drawn, peer_config, without_reference
 from distflow.config.load import load
 from distflow.config.shipped import SHIPPED
 from distflow.config.yaml_source import read
@@ -46,12 +45,6 @@ def test_the_peers_prompts_are_those_of_every_step_in_order(spec):
     assert set(records[0]) == {"question", "answer"}
 
 
-def test_speed_leaves_the_first_updates_out():
-    curve = Curve(ends=[5.0, 6.0, 7.0, 8.0], tokens=[9, 100, 200, 300], rewards=[0, 0, 1, 1])
-    assert curve.tokens_per_second(1) == 200
-    assert curve.seconds_per_update(2) == 1
-
-
 @pytest.mark.parametrize(("gaps", "mean", "half"), [
     ([0.1, 0.3], 0.2, None),
     ([0.0, 0.1, 0.2], 0.1, 4.303 * 0.1 / 3**0.5),
@@ -62,18 +55,3 @@ def test_difference_of_curves(gaps, mean, half):
     found, interval = difference(pairs)
     assert found == pytest.approx(mean)
     assert interval == (None if half is None else pytest.approx(half))
-
-
-def test_steps_are_timed_once_each(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("for step in (1, 2, 2):\n    print(f'grpo  step {step}/2  reward 0.5', flush=True)\n")
-    ends = timed(1, sys.executable, str(script))
-    assert len(ends) == 2
-    assert ends[0] < ends[1]
-
-
-def test_a_failing_side_shows_its_last_words(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("raise RuntimeError('no luck')")
-    with pytest.raises(SystemExit, match="no luck"):
-        timed(1, sys.executable, str(script))

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from benchmarks.ettr import Outcome, flags, judge
+from benchmarks.ettr import Outcome, judge
 from benchmarks.modes import RANKS
 from distflow.telemetry.ettr import FailureCosts, Recovery
 
@@ -25,11 +25,6 @@ def test_while_the_trainer_restarts_the_rollouts_share_counts():
     assert outcome(10.0, (4.0, 8.0)).in_recovery == pytest.approx(0.5)
 
 
-def test_what_was_not_seen_is_no_number():
-    assert math.isnan(outcome(10.0, None).in_recovery)
-    assert math.isnan(outcome(10.0, (4.0, 8.0), start=math.nan).in_recovery)
-
-
 def judged(capsys, role: Outcome, share: float = 0.4) -> tuple[list[str], list[dict]]:
     judge("async", [{"none": outcome(10.0, None), "role": role, "task": outcome(15.0, (2.0, 9.0), math.nan)}], 2, share)
     lines = capsys.readouterr().out.splitlines()
@@ -49,14 +44,3 @@ def test_the_claims_say_how_often_faults_happened(capsys):
 def test_an_update_that_is_lost_or_made_twice_spoils_the_claims(capsys):
     _, claims = judged(capsys, outcome(11.0, (4.0, 5.0), updates=[1, 1, 2]))
     assert [claim["met"] for claim in claims] == [False, False]
-
-
-@pytest.mark.parametrize(("arguments", "found"), [
-    ([], (30, 32, 0.1, 3, ["sync", "semi_sync", "async"])),
-    (["--quick"], (6, 8, 0.4, 1, ["async"])),
-    (["--quick", "--share", "0.2", "--mode", "sync", "--updates", "9"], (9, 8, 0.2, 1, ["sync"])),
-])
-def test_flags(arguments, found):
-    given = flags(arguments)
-    assert (given.updates, given.prompts, given.share, given.repeats, given.mode) == found
-    assert given.median == 0.3

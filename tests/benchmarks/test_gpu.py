@@ -12,13 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import gpu, gpu_quarter, gpu_session, vllm_parts
 from benchmarks.as_published import requests
-from benchmarks.device import pinned
-from benchmarks.parts import Part
 from benchmarks.shapes import SHAPES
 from distflow.config.sizes import shape_of
 from distflow.data.batch import Batch, Ragged
-from distflow.data.row_copies import COPIES
-from workers.engines.devices import peak_of
 from workers.engines.trainer import update_flops
 
 PARTS = {"generation/tokens_per_second", "decoding/milliseconds", "decoding/kernel_milliseconds",
@@ -59,15 +55,6 @@ def test_without_a_gpu_it_says_so(capsys):
     assert len(out.splitlines()) == 1
 
 
-def test_parts_before_the_memory_ends_are_kept():
-    def measured():
-        yield Part("sleep", "sleeps")
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. And much more.")
-
-    assert [part.text for part in gpu.as_far_as_it_fits(measured())] == [
-        "sleeps", "what comes next does not fit: CUDA out of memory"]
-
-
 def test_flops_are_those_that_torch_counts():
     """Torch counts what a token may not see, too."""
     shape, length = SHAPES["tiny"], 12
@@ -77,11 +64,6 @@ def test_flops_are_those_that_torch_counts():
         model(torch.zeros(1, length, dtype=torch.int64))
     unseen = length * (length - 1) / 2
     assert counter.get_total_flops() == shape.flops(0, length) + 4 * shape.layers * shape.hidden * unseen
-
-
-def test_flops_of_samples_that_share_a_prompt():
-    shape = SHAPES["0.5B"]
-    assert shape.flops(10, 5, 2) == 2 * shape.flops(10, 5) - shape.flops(10, 0)
 
 
 @pytest.mark.parametrize(("name", "billions"), [("0.5B", 0.494), ("7B", 7.62), ("Qwen3-0.6B", 0.596),
@@ -131,32 +113,6 @@ def test_parts_of_a_wheel_fit_their_limit_and_are_whole_again(tmp_path, capsys):
     joined = {str(file.relative_to(tmp_path / "site")): file.read_bytes()
               for file in (tmp_path / "site").rglob("*") if file.is_file()}
     assert joined == kernels | {"vllm/__init__.py": b"one = 1\n", "more.py": b"two = 2\n"}
-
-
-def test_a_model_is_trained_with_the_layers_that_fit():
-    seven = SHAPES["7B"]
-    assert seven.trainable(141e9) == seven
-    fewer = seven.trainable(80e9)
-    assert 1 < fewer.layers < seven.layers
-    assert 16 * fewer.parameters < 80e9 - 12e9
-    assert seven.trainable(1e9).layers == 1
-
-
-@pytest.mark.parametrize(("name", "peak"), [
-    ("NVIDIA H200", 989e12), ("NVIDIA H200 NVL", 835e12), ("NVIDIA H100 80GB HBM3", 989e12),
-    ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GeForce RTX 4090", None)])
-def test_peaks(name, peak):
-    assert peak_of(name) == peak
-
-
-def test_pinned_memory_is_rounded_up():
-    assert pinned([torch.empty(1000, dtype=torch.uint8), torch.empty(1025, dtype=torch.uint8)]) == 1024 + 2048
-
-
-def test_a_session_says_what_copies_rows(tmp_path):
-    report = gpu.Report(tmp_path / "gpu.txt")
-    gpu_session.say_versions(report, "cpu")
-    assert f"# {COPIES}" in report.lines
 
 
 @pytest.mark.run

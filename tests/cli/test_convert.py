@@ -103,17 +103,6 @@ def test_a_file_of_verl_with_a_critic() -> None:
     assert left == "critic.ppo_mini_batch_size: 16\n", "what only refers to another setting is left out"
 
 
-@pytest.mark.parametrize("mini", ["0", None])
-def test_a_batch_of_verl_that_is_not_cut_has_no_mini_batches(mini: str | None, capsys) -> None:
-    """Neither are those of verl's default among what the file got."""
-    size = f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}" if mini else ""
-    text = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=64 " \
-           f"data.train_files=train.jsonl actor_rollout_ref.model.path=m trainer.total_training_steps=3 {size}\n"
-    dag, _ = converted(text, "theirs.sh")
-    assert "mini_batches" not in dag["nodes"]["update"]["with"]
-    assert "ppo_mini_batch_size" not in capsys.readouterr().out
-
-
 def test_what_verls_ppo_leaves_out_is_verls_own_default(capsys) -> None:
     dag, run = converted({"algorithm": {"adv_estimator": "gae"}, "data": {"train_files": "train.jsonl",
                                                                           "train_batch_size": 64}})
@@ -183,7 +172,8 @@ def trl(**settings: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     ({"loss_type": "sapo"}, None), ({"loss_type": "luspo"}, None), ({"scale_rewards": "mean"}, None),
     ({"lr_scheduler_type": "polynomial"}, None), ({"report_to": "swanlab"}, None),
     ({"report_to": ["mlflow"]}, {"log": ["mlflow"]}), ({"report_to": "none"}, {}),
-    ({"adam_beta2": 0.98}, {"betas": [0.9, 0.98]})])
+    ({"adam_beta2": 0.98}, {"betas": [0.9, 0.98]}),
+    ({"loss_type": ["dr_grpo"]}, {"update.aggregate": "fixed_length_sum"})])
 def test_each_value_of_trl_is_converted_or_listed(settings: dict, arguments: dict | None) -> None:
     dag, run, left = trl(**settings)
     made = {f"{node}.{key}": value for node in ("advantage", "update")
@@ -192,12 +182,6 @@ def test_each_value_of_trl_is_converted_or_listed(settings: dict, arguments: dic
     assert left == ([f"{key}: {value}" for key, value in settings.items()] if arguments is None else [])
     assert {key: made.get(key) for key in arguments or {}} == (arguments or {})
     assert ("update.clip" in made) is (settings.get("loss_type") != "cispo"), "what a file does not say is the DAG's"
-
-
-def test_a_loss_of_trl_may_be_a_list() -> None:
-    dag, _, left = trl(loss_type=["dr_grpo"])
-    assert dag["nodes"]["update"]["with"]["aggregate"] == "fixed_length_sum"
-    assert left == []
 
 
 @pytest.mark.parametrize(("settings", "follow"), [
@@ -262,19 +246,6 @@ def test_a_push_of_trl_is_a_command_after_the_run(capsys) -> None:
     _, _, left = trl(push_to_hub=True, hub_model_id="me/tuned", hub_private_repo=True)
     assert left == []
     assert "distflow export RUN FOLDER --push me/tuned --private" in capsys.readouterr().out
-
-
-def test_mini_batches_of_trl_that_are_no_whole_number_are_listed() -> None:
-    dag, _, left = trl(gradient_accumulation_steps=4, steps_per_generation=6)
-    assert "mini_batches" not in dag["nodes"]["update"]["with"]
-    assert left == ["steps_per_generation: 6"]
-
-
-def test_a_cap_of_cispo_below_1_is_told(capsys) -> None:
-    dag, _, left = trl(loss_type="cispo", epsilon=0.2, epsilon_high=0.28)
-    assert dag["nodes"]["update"]["with"] == {"loss": "cispo", "aggregate": "token_mean"}
-    assert left == ["epsilon: 0.2", "epsilon_high: 0.28"]
-    assert "ratios are capped at 5" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("setting", "arguments"), [

@@ -12,12 +12,8 @@ from pathlib import Path
 import pytest
 from harness import ROOT
 
-import distflow
-from distflow.__main__ import hiding_files
 from distflow.cli import main, runs
-from distflow.config import loggers
 from distflow.config.loggers import lack_of
-from distflow.config.overrides import joined
 from distflow.errors import InvalidInput
 
 REWARD = "from distflow import reward\n\n@reward\ndef mine(completion: str) -> float:\n    return 1.0\n"
@@ -29,18 +25,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path
-
-
-def test_public_names_are_listed() -> None:
-    assert set(distflow._HOMES) <= set(dir(distflow))
-
-
-@pytest.mark.parametrize(("words", "value"), [
-    (["--set", "steps", "=", "3"], ["--set", "steps=3"]), (["--set", "steps", "=3", "x"], ["--set", "steps=3", "x"]),
-    (["--set", "steps=", "grpo"], ["--set", "steps=", "grpo"]), (["--set", "steps=3", "="], ["--set", "steps=3", "="]),
-    (["--set", "steps", "=", "--ranks", "2"], ["--set", "steps=", "--ranks", "2"])])
-def test_an_override_that_the_shell_has_split_is_one(words: list[str], value: list[str]) -> None:
-    assert joined(words) == value
 
 
 def test_an_override_with_a_blank_after_its_sign_is_shown_whole(capsys) -> None:
@@ -90,13 +74,6 @@ def test_files_that_hide_modules_of_python_cost_nothing_unless_they_come_first(p
                           env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)]))})
     assert done.returncode == code, done.stderr
     assert ("random.py: Python or a package has a module of this name" in done.stderr) is bool(code)
-
-
-def test_files_behind_pythons_own_hide_nothing(folder: Path) -> None:
-    (folder / "queue.py").touch()
-    library = str(Path(os.__file__).parent)
-    assert hiding_files([str(folder), library]) == [str(folder / "queue.py")]
-    assert hiding_files([library, str(folder)]) == []
 
 
 @pytest.mark.parametrize(("target", "said"), [
@@ -149,12 +126,6 @@ def test_weights_and_biases_is_set_up_by_its_own_files_too(folder: Path, monkeyp
     (folder / "wandb/settings").write_text("[default]\nmode = offline\n")  # as `wandb offline` writes it
     assert lack_of("wandb", {}) == ("", "")
     assert lack_of("wandb", {"mode": "online"})[0]
-
-
-def test_mlflow_needs_no_database_for_a_folder_of_files(monkeypatch) -> None:
-    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda _: None)
-    assert lack_of("mlflow", {"uri": "/shared/mlruns"}) == ("", "")
-    assert lack_of("mlflow", {"uri": "sqlite:///mlflow.db"})[0]
 
 
 @pytest.mark.skipif(not shutil.which("python3.10") or subprocess.run(["python3.10", "-V"], check=False).returncode != 0,

@@ -12,7 +12,6 @@ from distflow.cli import main
 from distflow.config.load import load
 from distflow.telemetry.run_folder import RunFolder
 from planners import plan
-from planners.heterogeneous import fit
 from planners.memory import GIB, needed
 
 MODEL = "{architecture: qwen3, layers: 28, hidden: 2048, heads: 16, kv_heads: 8, head_dim: 128}"
@@ -72,18 +71,6 @@ def test_a_run_that_has_taken_less_does_not_lower_the_plan(fitted):
     assert expected > 1.0
     assert f"its plan said {expected:.1f}: memory is counted as planned" in printed
     assert lines == fitted()[1]
-
-
-def test_the_rows_of_the_table_differ_and_say_batch_rows(fitted, monkeypatch):
-    printed, lines = fitted()
-    table = printed.partition("fastest first")[2].partition("write into")[0].strip().splitlines()[1:]
-    assert table[0].split()[:2] == ["micro_batch_tokens", "batch_rows"]
-    assert len({*table}) == len(table) == 1 + 4
-    written = lines["roles"]["actor"].get("generation", {}).get("batch_rows", "as it is")
-    assert table[1].split(maxsplit=1)[1].startswith(str(written))
-    real = fit.fit
-    monkeypatch.setattr(fit, "fit", lambda *given: (each for found in real(*given) for each in (found, found)))
-    assert fitted()[0] == printed, "what looks and takes the same is shown once"
 
 
 @pytest.mark.parametrize(("arguments", "says"), [

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
 from distflow.cli import main
-from distflow.cli.common import table
 
 
 def test_what_this_machine_lacks_is_no_mistake_in_a_plan_of_others(tmp_path, capsys: pytest.CaptureFixture[str],
@@ -26,29 +24,6 @@ def test_what_this_machine_lacks_is_no_mistake_in_a_plan_of_others(tmp_path, cap
 
 ROWS = [("rollout → update", "responses, rollout_logprobs, versions, completions, rewards, reward_parts", "[1.0] MiB"),
         ("a", "b", "10.0 MiB")]
-
-
-def test_a_table_that_is_piped_is_plain_and_whole() -> None:
-    assert table(ROWS, right=(2,)) == [f"  {'rollout → update'}  {ROWS[0][1]}  [1.0] MiB",
-                                       f"  {'a':16}  {'b':{len(ROWS[0][1])}}   10.0 MiB"]
-    assert table([("1", "x")], head=("at", "what")) == ["  at  what", "  1   x"]
-    assert table([]) == []
-
-
-def test_a_table_on_a_terminal_fits_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("NO_COLOR", "1")
-    lines = table(ROWS)
-    assert max(map(len, lines)) <= 80
-    assert len(lines) == 3
-    assert not any(mark in line for line in lines for mark in "│─┃━")
-
-
-def test_what_is_counted_twice_is_taken_off(capsys):
-    assert main(["plan", "sft"]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "gradients counted twice" in line]
-    assert line.split()[4:6] == ["-1.3", "MiB"]
 
 
 def test_a_run_of_other_machines_is_planned_without_what_this_one_lacks(

@@ -41,14 +41,6 @@ def test_what_no_shell_would_read_ends_nothing(text: str) -> None:
     assert list({**settings, **unknown}) == ["a.b"]
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("run --flag\nwait", {"flag": True}), ("run --flag; rm x", {"flag": True}), ("run --flag x", {"flag": "x"}),
-    ("run --flag 2>&1 | tee log", {"flag": True}), ("A=(--flag\n x)\nrun ${A[@]}", {"flag": "x"}),
-    ("a.b=$(( (3-10)/2 ))", {"a.b": "-3"}), ("a.b=$(( 3 - 10 % 4 ))", {"a.b": "1"})])
-def test_a_flag_takes_no_value_from_the_next_command(text: str, expected: dict[str, str | bool]) -> None:
-    assert shell_settings(text) == (expected, {})
-
-
 @pytest.mark.parametrize("value", ["`date`", "${X:=3}", "${X%/*}", "${LIST[0]}", "$((9**9**9))"])
 def test_what_is_more_than_a_name_is_told_as_unknown(value: str) -> None:
     settings, unknown = shell_settings(f"a.b={value}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow import cli, launch
+from distflow import cli
 from distflow.config import command_line
 from distflow.config.hub import data_set_line
 from distflow.config.load import load
@@ -140,21 +140,6 @@ def test_a_run_file_with_the_name_of_a_shipped_dag_is_to_be_renamed(tmp_path: Pa
     assert str(caught.value).endswith("mv dpo.yaml dpo_run.yaml\nand then:  distflow validate dpo --run my.yaml")
 
 
-def test_mistakes_in_data_stop_after_ten(tmp_path: Path) -> None:
-    (tmp_path / "all.jsonl").write_text("question: 1 + 1?\n" * 3000)
-    with pytest.raises(InvalidInput) as caught:
-        check_records(open_records(tmp_path / "all.jsonl"), RequiredFields("question"))
-    assert str(caught.value).endswith("There may be more behind it.\n\n10 mistakes.")
-
-
-def test_some_records_are_read(tmp_path: Path) -> None:
-    (tmp_path / "one.jsonl").write_text('{"question": "1 + 1?"}\n' * 5000 + "{\n" + '{"question": "1 + 1?"}\n')
-    records = open_records(tmp_path / "one.jsonl")
-    check_records(records, RequiredFields("question"), 3)
-    with pytest.raises(InvalidInput, match=r"one\.jsonl:5001: not valid JSON"):
-        check_records(records, RequiredFields("question"), 2)
-
-
 def test_an_empty_question_is_passed_over_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """One blank question among many ended a run of days; only `data.strict` wants that."""
     asked = ["1 + 1?", "", "2 + 2?", None]
@@ -232,34 +217,6 @@ def test_what_takes_the_place_of_an_empty_question(tmp_path: Path) -> None:
     assert "Without images prompts can be cut:  data: {long_prompts: cut}" in str(caught.value)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12, 97, 100, 360])
-def test_the_one_usable_record_is_found_from_everywhere(tmp_path: Path, size: int) -> None:
-    lines = [json.dumps({"question": "" if number else "a", "answer": "0"}) for number in range(size)]
-    (tmp_path / "one.jsonl").write_text("\n".join(lines))
-    records = UsableRecords(open_records(tmp_path / "one.jsonl"), RequiredFields("question", ["answer"], strict=False))
-    assert {record["question"] for record in records.get(range(size))} == {"a"}
-
-
-def test_a_block_of_long_prompts_is_replaced_by_many_others_and_tokenized_once(tmp_path: Path) -> None:
-    texts = [str(number) for number in range(200)]
-    (tmp_path / "some.jsonl").write_text("\n".join(json.dumps({"question": text, "answer": "0"}) for text in texts))
-    asked = []
-
-    def too_long(record: dict) -> bool:
-        asked.append(record["question"])
-        return 50 <= int(record["question"]) < 90
-
-    records = UsableRecords(open_records(tmp_path / "some.jsonl"), RequiredFields("question"), too_long)
-    order = [*range(200), *range(50, 90)]
-    found = [record["question"] for record in records.get(order)]
-    assert [text for number, text in zip(order, found) if not 50 <= number < 90] == texts[:50] + texts[90:]
-    assert len(set(found[50:90])) == 40, "each of the block has another in its place"
-    assert found[200:] == found[50:90]
-    assert sorted(asked, key=int) == texts
-    backwards = UsableRecords(open_records(tmp_path / "some.jsonl"), RequiredFields("question"), too_long)
-    assert [record["question"] for record in backwards.get(order[::-1])] == found[::-1], "whatever was asked before"
-
-
 def test_a_batch_far_beyond_the_records_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     validate = ["validate", "dags/good.yaml", "--run-file", "run_files/good.yaml"]
     assert cli.main([*validate, "--set", "data.batch=100000000"]) == 2
@@ -327,22 +284,6 @@ def test_half_a_launch_file_is_named(verb: str, tmp_path: Path, capsys: pytest.C
 @pytest.fixture
 def good(tmp_path: Path) -> list[str]:
     return ["--dag", "dags/good.yaml", "--run-file", "run_files/good.yaml", "--set", f"output={tmp_path / 'out'}"]
-
-
-def test_existing_run_name(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    (tmp_path / "out/mine").mkdir(parents=True)
-    assert launch.main([*good, "--name", "mine"]) == 2
-    assert "a run named `mine` exists in" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
-
-
-def test_run_folder_below_a_file(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    (tmp_path / "out").write_text("a file")
-    assert launch.main(good) == 2
-    message = capsys.readouterr().err
-    assert "the run folder cannot be written" in message
-    assert "is not a folder" in message
-    assert (tmp_path / "out").read_text() == "a file"
 
 
 @pytest.mark.parametrize("more", [["--set", "steps=no"], ["--set", "data.train=../data/malformed.jsonl"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.config.dag import Dag
 from distflow.config.run import Run
 from distflow.config.yaml_source import check, parse
 from distflow.errors import InvalidInput
@@ -19,35 +18,12 @@ def test_a_misspelt_key_is_taken_for_what_was_meant() -> None:
     assert [mistake.what for mistake in mistakes] == ["unknown key `stepz`"]
 
 
-def test_a_wrong_choice_is_taken_for_the_nearest() -> None:
-    source = parse("name: x\nnodes: {a: {role: r, type: MODEL_TRAN}}\n", "file")
-    dag, mistakes = check(Dag, source)
-    assert dag is not None
-    assert dag.nodes["a"].type == "MODEL_TRAIN"
-    assert len(mistakes) == 1
-    assert source.recovered == {("nodes", "a", "type")}
-
-
 @pytest.mark.parametrize("text", ["steps: ten\ndata: {train: x}\n", "data: {train: x}\n", "steps: 3\n",
                                   "steps: 3\ndata: 5\n", "steps: 3\ndata: {train: 5}\n", "steps: 3\ndata: {}\n"])
 def test_required_values_have_stand_ins(text: str) -> None:
     run, mistakes = check(Run, parse(text, "file"))
     assert run is not None
     assert len(mistakes) == 1
-
-
-def test_items_of_lists_are_dropped_one_by_one() -> None:
-    text = "name: x\nnodes: {a: {role: r, type: COMPUTE, dependencies: [1, b, 2, c]}}\n"
-    dag, mistakes = check(Dag, parse(text, "file"))
-    assert dag is not None
-    assert dag.nodes["a"].dependencies == ["b", "c"]
-    assert len(mistakes) == 2
-
-
-def test_nothing_stands_in_for_nodes() -> None:
-    dag, mistakes = check(Dag, parse("name: x\nnodes: {}\n", "file"))
-    assert dag is None
-    assert [mistake.what for mistake in mistakes] == ["`nodes` must have at least 1 item"]
 
 
 @pytest.mark.parametrize(("line", "says"), [
@@ -60,13 +36,6 @@ def test_nothing_stands_in_for_nodes() -> None:
 def test_types_are_strict_and_named_in_plain_words(line: str, says: str) -> None:
     _, mistakes = check(Run, parse(GOOD + line + "\n", "file"))
     assert [mistake.what for mistake in mistakes] == [says]
-
-
-def test_a_whole_number_is_a_number() -> None:
-    run, mistakes = check(Run, parse(GOOD + "wait_limit: 60\n", "file"))
-    assert not mistakes
-    assert run is not None
-    assert run.wait_limit == 60.0
 
 
 @pytest.mark.parametrize(("text", "hint"), [

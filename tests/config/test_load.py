@@ -34,10 +34,6 @@ def test_an_override_goes_where_its_key_belongs() -> None:
     assert not spec.mistakes
 
 
-def test_later_overrides_win() -> None:
-    assert load("grpo", None, ["steps=1", "steps=2"]).run.steps == 2
-
-
 @pytest.mark.parametrize("dag", sorted(path.stem for path in (ROOT / "dags").glob("*.yaml")))
 def test_a_run_folder_gives_the_same_plan(dag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = load(dag, None, ["data.batch=7", "seed=3"])
@@ -72,23 +68,6 @@ def test_a_dag_with_data_of_its_own_has_its_own_run() -> None:
     assert load("dpo.yaml").run_source.file.endswith("embedded_dpo.yaml")
     assert load("ppo").run_source.file.endswith("embedded.yaml")
     assert load("reward_model", "embedded_reward_model").run == load(str(ROOT / "dags/reward_model.yaml")).run
-
-
-def test_every_value_in_force_is_resolved() -> None:
-    resolved = load("grpo").resolved()
-    assert resolved["run"]["roles"]["actor"]["micro_batch_tokens"] > 0
-    assert resolved["dag"]["nodes"]["rollout"]["with"] == {"group_size": 8}
-    assert [Path(path).is_absolute() for path in resolved["run"]["data"]["train"]] == [True]
-
-
-def test_copies_of_copies_share_model_settings_and_shape(tmp_path: Path) -> None:
-    (tmp_path / "dag.yaml").write_text("name: x\nroles: {a: {trained: true}, b: {copy_of: a}, c: {copy_of: b}}\n"
-                                       "nodes: {n: {role: a, type: MODEL_TRAIN, function: supervised_update}}\n")
-    spec = load(str(tmp_path / "dag.yaml"), None, ["roles={a: {model: {architecture: qwen3}, learning_rate: 0.5}}"])
-    assert spec.model_of("c") is spec.model_of("a") is not None
-    assert spec.settings_of("c").learning_rate == 0.5
-    assert spec.shape_of("c") == spec.shape_of("a") is not None
-    assert spec.model_of("nobody") is spec.settings_of("nobody") is None
 
 
 def test_loading_and_planning_import_no_torch() -> None:
@@ -258,8 +237,3 @@ def test_a_module_next_to_the_run_file_is_found(tmp_path, monkeypatch) -> None:
     spec = load("grpo", str(run), overrides=["validation.reward=rewards_next_door:near_by"])
     assert spec.mistakes == []
     assert "near_by" in [each.split(":")[-1] for each in spec.rewards]
-
-
-def test_of_two_similar_names_the_one_with_the_same_letters_is_meant() -> None:
-    with pytest.raises(InvalidInput, match="Did you mean `grpo`"):
-        load("gpro")

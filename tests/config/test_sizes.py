@@ -8,15 +8,12 @@ import re
 import subprocess
 import sys
 import time
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from distflow.config import sizes
-from distflow.config.families import why_refused
 from distflow.config.load import load_for_planning
 from distflow.config.sizes import Shape, shape_of
 from distflow.errors import InvalidInput
@@ -60,16 +57,6 @@ def test_arithmetic_counts_what_the_model_has(kind: str, tied: bool) -> None:
                  "head_norms", "attending", "state", "cached", "active_parameters", "learned_positions", "own_length"):
         assert getattr(counted, name) == getattr(built, name), name
     assert counted.forward_flops(10, 20, 300) == built.forward_flops(10, 20, 300)
-
-
-@pytest.mark.parametrize(("kind", "key", "value"), [
-    ("llama", "attention_bias", True), ("llama", "mlp_bias", True), ("mistral", "sliding_window", 8),
-    ("qwen2", "layer_types", ["sliding_attention", "full_attention"]), ("qwen3_moe", "decoder_sparse_step", 2),
-    ("llama", "rope_parameters", {"rope_type": "dynamic", "factor": 2.0})])
-def test_what_differs_is_not_counted_by_arithmetic(kind: str, key: str, value: object) -> None:
-    plain = {**PLAIN, "model_type": kind, "sliding_window": None}
-    assert sizes._is_plain(plain)
-    assert not sizes._is_plain({**plain, key: value})
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -121,28 +108,6 @@ def test_what_transformers_or_engines_refuse_is_refused(cache: Path, config: dic
         shape_of(config)
 
 
-def test_a_model_that_cannot_be_described_has_no_sizes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the process fails, the run goes on, and says so."""
-    monkeypatch.setattr(sizes, "_DESCRIBES", "workers.engines.nothing_of_the_kind")
-    assert shape_of({"model_type": "gpt2"}) is None
-    for code, kept in (("import os; print('null', flush=True); os.kill(os.getpid(), 9)", 0),
-                       ("print('null'); raise RuntimeError", 1)):  # killed; and what would come again
-        monkeypatch.setattr(sizes.subprocess, "run", partial(run_code, code))
-        sizes._answer.cache_clear()
-        assert shape_of({"model_type": "gpt2"}) is None
-        assert len(list(cache.glob("*.json"))) == kept
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(sizes.os.path, "expanduser", lambda path: path)  # of a user without a folder
-    assert shape_of({"model_type": "gpt2", "n_layer": 3}) is None
-
-
-RUN = subprocess.run
-
-
-def run_code(code: str, _: list[str], **options: Any) -> subprocess.CompletedProcess:
-    return RUN([sys.executable, "-c", code], **options)
-
-
 def write(folder: Path, config: dict | str) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
@@ -167,12 +132,6 @@ def test_what_is_no_causal_language_model_is_refused_with_its_line(tmp_path: Pat
     mistake, = (mistake for mistake in spec.mistakes if "role `actor`" in mistake.what)
     assert says in mistake.what
     assert not mistake.of_machine
-
-
-def test_classifiers_serve_roles_that_give_values() -> None:
-    config = {"model_type": "bert", "architectures": ["BertForSequenceClassification"]}
-    assert why_refused(config, valued=False)
-    assert not why_refused(config, valued=True)
 
 
 def planned(folder: Path, dag: str, *overrides: str):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 
 from distflow.config.yaml_source import dump, parse, parse_value, read
 from distflow.errors import InvalidInput, Location
@@ -26,11 +25,6 @@ def test_scalars(text: str, value: object) -> None:
     assert type(found) is type(value)
 
 
-def test_structure_is_that_of_yaml() -> None:
-    text = "a: {b: [1, {c: x}], d: }\ne:\n  - 2\n  - f: &g 3\n    h: *g\n"
-    assert parse(text, "file").data == yaml.safe_load(text)
-
-
 def test_everything_has_its_place() -> None:
     source = parse("one: 1\nouter:\n  inner: {deep: [10, twenty]}\n", "file.yaml")
     line = "  inner: {deep: [10, twenty]}"
@@ -38,12 +32,6 @@ def test_everything_has_its_place() -> None:
     assert source.location(("one",)) == Location("file.yaml", 1, 6, 1, "one: 1")
     assert source.location(("outer", "inner", "deep", 1)) == Location("file.yaml", 3, 22, 6, line)
     assert source.location(("outer", "inner", "deep"), key=True) == Location("file.yaml", 3, 11, 4, line)
-
-
-def test_what_does_not_stand_there_is_placed_at_what_encloses_it() -> None:
-    source = parse("outer:\n  inner: 1\n", "file.yaml")
-    assert source.location(("outer", "missing", "deeper")).line == 1
-    assert source.location(("nowhere",)) == Location("file.yaml")
 
 
 def test_a_key_twice_is_noted_and_the_first_kept() -> None:

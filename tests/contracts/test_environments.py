@@ -10,7 +10,7 @@ from harness import ROOT
 
 from distflow.config.extras import pip_line
 from distflow.config.load import load
-from distflow.contracts.environments import environments_in, load_environment
+from distflow.contracts.environments import load_environment
 from distflow.errors import InvalidInput
 from planners import plan
 
@@ -128,16 +128,6 @@ def test_the_shipped_ones_are_found_by_name_alone(checked):
     assert checked("environment: Calculator").tasks[0].reads[-1].name == "answers"
     with pytest.raises(InvalidInput, match="there is no environment `Nothing`"):
         load_environment("Nothing")
-
-
-def test_what_the_source_shows(checked, workspace):
-    checked("environment: Calculator")
-    maze, mute, begun, again = environments_in("mazes_of_mine")
-    assert (maze.name, maze.safe, maze.coroutine, maze.steps) == ("Maze", True, True, True)
-    assert (mute.name, mute.safe, mute.coroutine, mute.steps) == ("Mute", False, False, False)
-    assert [each.starts for each in (maze, mute, begun, again)] == [False, False, True, True]
-    assert (again.steps, again.coroutine) == (True, True)
-    assert maze.columns == {"question": "questions", "answer": "answers", "map": "map"}
 
 
 @pytest.mark.parametrize(("template", "says"), [

@@ -9,8 +9,6 @@ import pytest
 
 from distflow.cli import main
 from distflow.config.load import load
-from distflow.contracts.read import read_contract
-from distflow.contracts.rewards import Recipe, Term, read_recipe
 from distflow.errors import InvalidInput
 from planners import plan
 
@@ -160,10 +158,6 @@ def test_two_rewards_of_one_run_with_one_name(planned) -> None:
     assert mistake.hint == "Rename one of them:  def length_2(…)  , named  reward: rewards_named_badly:length_2"
 
 
-def test_a_reward_reads_whether_an_answer_came_to_its_end(planned) -> None:
-    assert planned("ended", imports="rewards_of_endings")["finished"] == ("rollout", "Tensor")
-
-
 def test_a_field_of_the_data_named_like_a_column_of_the_rollout(planned) -> None:
     with pytest.raises(InvalidInput) as caught:
         planned("ended", "finished", imports="rewards_of_endings")
@@ -208,37 +202,12 @@ def test_rewards_that_cannot_be(planned, module, match) -> None:
         planned("math", imports=module)
 
 
-def test_forms_of_a_recipe() -> None:
-    assert read_recipe(["math", "my.rewards:near"])[0].terms[1] == Term("near", path=(1,), module="my.rewards")
-    assert read_recipe("math") == (Recipe("", {"": (Term("math"),)}), [])
-    recipe, flaws = read_recipe({"math": 1, "format": {"weight": 0.5, "timeout": 3, "retries": 0, "tags": ["a"]}})
-    assert flaws == []
-    assert [(term.name, term.weight, term.timeout, term.retries, term.settings) for term in recipe.terms] == [
-        ("math", 1, None, None, {}), ("format", 0.5, 3, 0, {"tags": ["a"]})]
-    recipe, flaws = read_recipe({"by": "source", "rewards": {"a": "math", "b": ["math", "format"]}})
-    assert flaws == []
-    assert [term.name for term in recipe.of("b")] == ["math", "format"]
-    assert recipe.of("c") is None
-    assert read_recipe("math")[0].of("anything") == (Term("math"),)
-
-
 def test_the_list_of_functions_has_the_rewards(capsys) -> None:
     assert main(["nodes", "length"]) == 0
     text = capsys.readouterr().out
     assert "length  (a reward" in text
     assert "reads   responses" in text
     assert "with    cap: int | None  (default None)" in text
-
-
-def test_a_live_function_reads_like_its_source() -> None:
-    from workers.isolation.rewards.texts import length, math
-
-    assert {name: read.name for name, read in read_contract("reward", math).columns.items()} == {
-        "completion": "completions", "answer": "answers"}
-    contract = read_contract("reward", length)
-    assert (contract.columns["response"].name, contract.columns["response"].form) == ("responses", "Ragged")
-    assert sorted(contract.settings) == ["cap", "margin", "target"]
-    assert not contract.batched
 
 
 @pytest.mark.parametrize(("recipe", "what"), [

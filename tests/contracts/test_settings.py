@@ -11,7 +11,7 @@ import pytest
 
 from distflow.contracts.annotations import names_of
 from distflow.contracts.definitions import stub_of_function
-from distflow.contracts.settings import REQUIRED, Setting, Unreadable, check_given, read_setting
+from distflow.contracts.settings import Setting, Unreadable, read_setting
 
 
 def setting(parameter: str, aliases: str = "") -> Setting:
@@ -93,30 +93,3 @@ def test_what_cannot_be_read_says_why(annotation: str, why: str) -> None:
 ])
 def test_what_is_said_and_proposed(parameter: str, value: object, text: str) -> None:
     assert said(parameter, value).startswith(text)
-
-
-@pytest.mark.parametrize("value", [0, "many"])
-def test_a_bound_without_an_annotation_is_said(value: object) -> None:
-    """A decorator sets it: the rows that a node makes of one are at least 1."""
-    what, _ = setting("x = 8").at_least(1).wrong(value, "with: {SETTING}")
-    assert what == f"must be at least 1, not {value!r}"
-
-
-def test_what_a_setting_shows() -> None:
-    read = setting("x: Annotated[float | None, Field(gt=0, description='seconds')] = None")
-    assert (read.annotation, read.default, read.bounds) == ("float | None", "None", "above 0")
-    assert read.description == "seconds"
-    assert setting("x").bounds == ""
-    assert setting("x: Level", "Level = Literal['a']").annotation == "Literal['a']"
-
-
-def test_all_given_values_are_checked() -> None:
-    known = {"by": Setting("by", "float", REQUIRED, kind=float), "deep": Setting("deep", "bool", "False", kind=bool)}
-    wrong = list(check_given({"dep": True, "deep": 3}, known, "reward `mine`", "reward: {mine: {SETTING}}", ["weight"]))
-    assert [(each.path, each.key, each.missing) for each in wrong] == [
-        (("dep",), True, False), (("deep",), False, False), (("by",), False, True)]
-    assert [each.what for each in wrong] == [
-        "reward `mine` has no setting `dep`", "setting `deep` of reward `mine` must be true or false, not 3",
-        "reward `mine` needs the setting `by`"]
-    assert wrong[0].hint == "Did you mean `deep`? Settings: by, deep, weight."
-    assert wrong[2].hint == "Add it:  reward: {mine: {by: …}}   (float)"

@@ -11,7 +11,7 @@ import pytest
 
 from distflow.contracts.decorators import load_module
 from distflow.contracts.forms import Contract, Read
-from distflow.contracts.functions import built_in, imported, load_function, of_module
+from distflow.contracts.functions import imported, load_function, of_module
 from distflow.contracts.modules import module_file
 from distflow.contracts.settings import REQUIRED, Setting
 from distflow.errors import InvalidInput
@@ -74,15 +74,6 @@ def test_only_model_functions_get_an_engine(module) -> None:
         Read("rows"),)
 
 
-def test_annotations_in_quotes(module) -> None:
-    name = module("from distflow import node\n@node(writes=('x', 'y'))\n"
-                  "def f(a: 'list[str]', *, b: 'int' = 1, c: str = 'int') -> 'tuple[Tensor, Ragged]': ...\n")
-    contract = only(name)
-    assert contract.reads == (Read("a", "list[str]"),)
-    assert contract.returns == ("Tensor", "Ragged")
-    assert contract.settings == {"b": Setting("b", "int", "1"), "c": Setting("c", "str", "'int'")}
-
-
 def test_source_is_read_and_not_run(module) -> None:
     name = module("""
         from distflow import node
@@ -129,20 +120,6 @@ def test_a_function_registered_when_its_module_is_imported(module) -> None:
     assert imported(name, "nothing") is None
 
 
-@pytest.mark.parametrize("decorator", ["@node(writes=NAMES)", "@node('x')", "@node(nothing=1)", "@node"])
-def test_marks_that_are_not_plain_are_left_to_the_import(module, decorator: str) -> None:
-    assert of_module(module(f"from distflow import node\nNAMES = names()\n{decorator}\ndef f(a): ...\n")) == ()
-
-
-def test_a_live_function_reads_like_its_source(module) -> None:
-    imports = "import node, Ragged\n    from typing import Annotated, Literal"
-    shown = only(name := module(FULL.replace("import node", imports)))
-    live = imported(name, "full")
-    assert live is not None
-    assert (live.reads, live.settings, live.returns, live.marks, live.summary) == (
-        shown.reads, shown.settings, shown.returns, shown.marks, shown.summary)
-
-
 def test_of_module_evaluates_constants_of_the_module(module) -> None:
     contract = only(module("""
         import typing as t
@@ -185,12 +162,6 @@ def test_modules_in_folders_without_running_their_packages(tmp_path: Path, monke
         of_module("outer_package.other")
 
 
-def test_built_in_functions_are_all_in_order() -> None:
-    contracts = built_in()
-    assert {"generate", "score", "logprobs", "group_advantage", "policy_update", "supervised_update"} <= set(contracts)
-    assert all(contract.summary for contract in contracts.values())
-
-
 def test_a_module_is_found_by_whatever_would_import_it(tmp_path, monkeypatch):
     """An editable installation puts a finder of its own beside the path."""
     (tmp_path / "elsewhere/functions").mkdir(parents=True)
@@ -207,17 +178,6 @@ def test_a_module_is_found_by_whatever_would_import_it(tmp_path, monkeypatch):
     assert module_file("elsewhere.functions.rollout") == tmp_path / "elsewhere/functions/rollout.py"
     assert module_file("elsewhere.nothing") is None
     assert module_file("__main__.nothing") is None
-
-
-def test_a_filter_that_draws_again_says_how_often(module) -> None:
-    contract = only(module("""
-        from distflow import node
-
-        @node(writes="keep", keep_together="group", refills="max_draws")
-        def informative(rewards: Tensor, group: Tensor, *, max_draws: int = 10) -> Tensor: ...
-    """))
-    assert contract.marks.refills == "max_draws"
-    assert contract.settings["max_draws"] == Setting("max_draws", "int", "10", {"ge": 1})
 
 
 @pytest.mark.parametrize(("imports", "decorator"), [

@@ -11,12 +11,6 @@ def test_no_torch_is_imported():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-def test_a_folder_that_is_not_there_has_none(tmp_path):
-    from distflow.recovery.checkpoint_files import complete_checkpoints
-
-    assert complete_checkpoints(tmp_path / "nowhere") == []
-
-
 def test_a_folder_that_only_looks_like_a_checkpoint_is_passed_over(tmp_path):
     from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
 

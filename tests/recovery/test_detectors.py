@@ -44,12 +44,6 @@ def test_silence_alone_means_nothing_where_others_are_waited_for():
         assert said == speaks.get(phase, set()), phase
 
 
-def test_tokens_are_missed_only_with_the_answer():
-    silent = replace(QUIET, phase="generating", silent=61.0, mute=10.0)
-    assert DETECTORS["no_tokens"](silent) is None
-    assert "for 61 s and does not answer for 11 s" in DETECTORS["no_tokens"](replace(silent, mute=10.6))
-
-
 def test_ranks_that_hang_together_in_a_collective_answer_and_are_found_all_the_same():
     silent = replace(QUIET, phase="generating", silent=600.0, mute=0.5)
     assert DETECTORS["no_tokens"](silent) is None
@@ -116,17 +110,6 @@ def test_a_worker_that_falls_silent_after_any_history_is_found(clock):
         worker.answers = False
         assert worker.live(60) == []
         assert "does not answer" in worker.live(6)[0], seed
-
-
-def test_one_that_is_ready_does_not_start_any_more(clock):
-    """Also where it has nothing to do yet."""
-    for ready, window in ((False, 300), (True, 60)):
-        worker = Worker(clock)
-        if ready:
-            worker.heartbeat.ready()
-        worker.answers = False
-        assert worker.live(window - 1) == []
-        assert "does not answer" in worker.live(6)[0]
 
 
 def test_one_that_waits_for_another_is_only_a_symptom(clock):

@@ -45,13 +45,6 @@ def test_a_fault_happens_in_its_step_and_phase_and_once_in_a_run(tmp_path):
     assert hits(faults(tmp_path, asked), range(1, 6), *phases) == [], "the next worker does the step without it"
 
 
-def test_several_faults_of_a_step_are_each_their_own(tmp_path):
-    asked = [{"kind": "raise", "step": 2, "phase": phase, "rank": 0} for phase in ("waiting", "training", "training")]
-    made = faults(tmp_path, *asked)
-    assert hits(made, range(1, 4), "waiting", "training", "training") == [(2, "waiting"), (2, "training"),
-                                                                          (2, "training")]
-
-
 def test_one_rank_of_the_group_is_drawn_and_all_know_which(tmp_path):
     asked = {"kind": "raise", "share": 1.0, "phase": "training"}
     found = [hits(faults(tmp_path, asked, rank=rank, ranks=range(2, 6)), range(1, 101), "training")

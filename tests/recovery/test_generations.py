@@ -128,12 +128,6 @@ def test_generations_grow_from_job_to_job_and_within_one(tmp_path):
     require_newest(tmp_path / "checkpoints", second)
 
 
-def test_a_late_attempt_does_not_take_the_folder_from_the_next_one(tmp_path):
-    claim(tmp_path / "checkpoints", "job", 0, 2)
-    with pytest.raises(Superseded, match="attempt 1.*attempt 2"):
-        claim(tmp_path / "checkpoints", "job", 0, 1)
-
-
 def test_a_step_whose_writer_ended_between_two_names_gets_its_name_back(tmp_path):
     for name in ("step-00000012.old", "step-00000012.1-0-0-aaaaaaaa.partial", "step-00000013", "step-00000013.old"):
         (tmp_path / name).mkdir()
@@ -142,17 +136,3 @@ def test_a_step_whose_writer_ended_between_two_names_gets_its_name_back(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000012", "step-00000013"]
     assert (tmp_path / "step-00000012/file").read_text() == "step-00000012.old"
     assert (tmp_path / "step-00000013/file").read_text() == "step-00000013"
-
-
-def test_a_step_is_replaced_or_stays(tmp_path):
-    """What stood under the name goes when the new one is there; without a new one it stays."""
-    written, final = tmp_path / "new", tmp_path / "step-00000001"
-    for folder, text in ((final, "old"), (written, "new")):
-        folder.mkdir()
-        (folder / "file").write_text(text)
-    generations.replace(written, final)
-    assert (final / "file").read_text() == "new"
-    with pytest.raises(FileNotFoundError):
-        generations.replace(written, final)
-    assert (final / "file").read_text() == "new"
-    assert [path.name for path in tmp_path.iterdir()] == [final.name]

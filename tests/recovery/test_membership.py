@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from stores import CountingStore, hosted
+from stores import hosted
 
 from distflow.errors import DistflowError, InvalidInput
 from distflow.recovery import membership
-from distflow.recovery.membership import Membership, Rendezvous, _report_losses, host_of
+from distflow.recovery.membership import Membership, Rendezvous, _report_losses
 from distflow.store.etcd import EtcdStore
 from distflow.telemetry.heartbeat import Silence
 
@@ -73,55 +73,6 @@ def test_machines_that_died_while_they_came_are_not_waited_for(store, pool):
     assert sorted(json.loads(store.get("0/members"))) == ["a", "b"]
 
 
-def test_another_machines_heartbeat_keeps_no_holder_alive(store, pool):
-    machines = [machine(store, name, most=2, silence=1.0) for name in "ab"]
-    rounds = joined(pool, *machines)
-    lost = next(each for round, each in zip(rounds, machines) if round.block == 1)
-    lost.send_heartbeat(0, 1, 7)
-    assert machines[0].signs_of_life(0, [1]) == [(lost.name, False, f"{lost.name} 7")]
-    machine(store, "c").send_heartbeat(0, 1, 8)  # it died before it had the block
-    assert machines[0].signs_of_life(0, [1]) == [(lost.name, False, "")]
-    spare = machine(store, "d", most=2, silence=1.0)
-    assert spare._take(0, 1, lost.name)
-    assert machines[0].signs_of_life(0, [1]) == [(spare.name, False, "")], "it has the block before its first heartbeat"
-
-
-def test_a_look_at_other_machines_costs_a_machine_the_same_however_many_there_are(store):
-    for machines in (4, 64):
-        counting = CountingStore(store.port)
-        mine = Membership(counting.below(str(machines)), "b", 1, 2, machines, 1, False, LONG, 20)
-        counting.put(f"{machines}/0/members", json.dumps([f"machine-{number}" for number in range(machines)]))
-        mine.signs_of_life(0, [0])
-        counting.operations.clear(), counting.keys.clear()
-        _report_losses(mine, Rendezvous(0, 1, machines), {block: Silence() for block in range(machines)}, set())
-        cost = len(counting.operations), sum(counting.keys)
-        assert cost == (2, 12), "of the next three, and of the one whose place it would take"
-
-
-def test_where_the_next_machines_are_silent_those_after_them_are_watched(store):
-    names = [f"run host-{number} 1 1" for number in range(12)]
-    mine = Membership(store, names[3], 1, 2, 12, 12, True, 0.0, 20)
-    store.put("0/members", json.dumps(names))
-    silences, alive = {block: Silence() for block in range(12)}, Membership(store, names[11], 1, 2, 12, 12, True, 0, 20)
-    for count in range(3):
-        alive.send_heartbeat(0, 11, count)
-        mine.losses = 100
-        _report_losses(mine, Rendezvous(0, 3, 12), silences, set())
-    began = json.loads(store.get("1/began"))
-    assert "host-4 " in began["why"]
-    assert silences[9].counter is not None
-    assert silences[1].counter is None, "machine 11 lives"
-
-
-def test_of_many_that_wait_one_looks_at_all(store, pool):
-    stores = [CountingStore(store.port) for _ in range(6)]
-    rounds = joined(pool, *(Membership(each, f"m{number}", 1, 6, 6, 6, True, LONG, 20)
-                            for number, each in enumerate(stores)))
-    assert sorted(round.block for round in rounds) == [*range(6)]
-    lists = [sum(count > membership._WATCHED for count in each.keys) for each in stores]
-    assert sum(count > 0 for count in lists) == 1, lists
-
-
 def test_those_that_are_left_begin_again_in_their_order(store, pool):
     """The one that sampled first trains then; a replacement samples."""
     machines = [machine(store, name) for name in "abc"]
@@ -160,14 +111,6 @@ def test_one_that_samples_takes_the_place_of_one_that_trains(store, pool):
     assert joined(pool, spare) == [Rendezvous(0, 1, 3, True)]
     assert not third.is_superseded(0)
     assert third.holders(0) == {0: second.name, 1: "spare", 2: third.name}
-
-
-def test_the_block_of_one_that_is_lost_while_it_leaves_is_taken(store, pool):
-    machines = [machine(store, name) for name in "abc"]
-    rounds = joined(pool, *machines)
-    lost = next(each for round, each in zip(rounds, machines) if round.block == 1)
-    lost.take_over(0, 0, next(each.name for round, each in zip(rounds, machines) if round.block == 0), 1)
-    assert joined(pool, machine(store, "spare", silence=0.3)) == [Rendezvous(0, 1, 3, True)]
 
 
 def test_the_last_one_that_samples_takes_no_place(store, pool):
@@ -256,20 +199,6 @@ def test_one_that_was_replaced_is_a_spare(store, pool):
     assert again.result(30) is None
 
 
-def test_who_took_the_place_of_one_that_left_keeps_it(store, pool):
-    machines = [machine(store, name, most=2) for name in "ab"]
-    rounds = joined(pool, *machines)
-    gone = next(each for round, each in zip(rounds, machines) if round.block == 1)
-    gone.leave(0, 1)
-    assert joined(pool, machine(store, "c", most=2)) == [Rendezvous(0, 1, 2, True)]
-    late = pool.submit(machine(store, "d", most=2).join)
-    assert machines[0].signs_of_life(0, [1])[0][0] == "c"
-    machines[0].propose(0, "over")
-    machines[0].finish(1)
-    assert late.result(30) is None
-    assert machines[0].signs_of_life(0, [1])[0][0] == "c"
-
-
 def test_losses_are_not_without_end(store, pool):
     machines = [machine(store, name, most=2, losses=1) for name in "ab"]
     for round, (why, lost) in enumerate([("block 1 is lost", 1), ("one has come", None), ("block 0 is lost", 0)]):
@@ -303,7 +232,3 @@ def test_a_run_that_is_done_is_not_begun_again(store):
     machine(store, "a").finish(0)
     with pytest.raises(InvalidInput, match="is done, and nothing is left to do here; each run needs a name"):
         machine(store, "another job").agree("the run")
-
-
-def test_the_host_of_a_torchrun():
-    assert host_of("None vm-3 1234 998877") == "vm-3"

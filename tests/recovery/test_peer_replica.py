@@ -12,22 +12,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
 
-import msgpack
 import pytest
 import torch
 import torch.distributed as dist
 import xxhash
-from stores import StoreProcess, client, hosted
+from stores import hosted
 
 from distflow.recovery.peer_replica import PeerReplica, ring
 from distflow.recovery.replica_server import ReplicaServer
-from distflow.recovery.snapshots import HEAD, Slot, Snapshots, StateShard
+from distflow.recovery.snapshots import HEAD, Snapshots, StateShard
 from distflow.rpc.connection import connect
 from distflow.rpc.errors import Refused
 from distflow.rpc.messages import frame
 from distflow.telemetry import events
 from distflow.telemetry.metrics import current
-from distflow.telemetry.processes import spawn
 
 TOKEN, KEY = b"the token of this run", "0/keeper/1"
 SIZE = 1 << 22
@@ -184,35 +182,6 @@ def test_a_server_that_has_ended_is_followed_by_another(rank, start, replicas, s
     assert not happened(tmp_path)
 
 
-def test_a_server_that_is_started_in_a_hurry_has_time_to_say_where_it_is(replicas):
-    """A supervisor polls it while it gives the store half a second."""
-    kept = StoreProcess()
-    store = client(kept.port)
-    replica_server = ReplicaServer(replicas, TOKEN, "127.0.0.1", store, KEY)
-    try:
-        assert store.wait([KEY], 60.0)
-        store.delete(KEY)
-        replica_server.process.signal(signal.SIGKILL)
-        replica_server.process.wait()
-        kept.stop()
-        with store.within(0.1):
-            while replica_server.process is None or replica_server.process.status is not None:
-                replica_server.poll()
-        assert replica_server.process.poll(1.0) is None
-        kept.go_on()
-        assert store.wait([KEY], 60.0)
-    finally:
-        replica_server.end()
-        kept.end()
-
-
-def test_in_a_worker_nothing_restarts_the_server(start):
-    replica_server = start()
-    assert spawn(replica_server.poll).poll(60) == 0
-    replica_server.poll()
-    assert replica_server.process
-
-
 def restarted(before: Rank, shard: StateShard) -> Rank:
     """The next worker of this supervisor, which goes on from a snapshot."""
     after = Rank(PeerReplica(before.peer_replica.store, KEY, TOKEN))
@@ -238,15 +207,6 @@ def test_what_it_goes_on_from_is_sent_at_once_if_it_is_not_there(rank, start, re
     assert len(after.snapshots.held) == 2, "what it went on from is let go"
 
 
-def test_what_it_goes_on_from_is_not_sent_again(rank, start, replicas):
-    start()
-    for step in (1, 2):
-        rank.step(step)
-        rank.arrived()
-    restarted(rank, StateShard(0, 0, 1, 0, 1))
-    assert steps(replicas) == [1, 2], "it would have come where the other is"
-
-
 @pytest.mark.parametrize(("host", "why"), [(None, "or DISTFLOW_HOST is not set on it"),
                                            ("192.0.2.1", "Is DISTFLOW_HOST an address of that machine?")])
 def test_no_server_listens_there(rank, store, replicas, capsys, host, why):
@@ -270,15 +230,6 @@ def test_there_is_no_memory_for_it(rank, start, replicas, capsys):
     assert rank.step(2)
     rank.arrived()
     assert steps(replicas) == [2]
-
-
-def test_a_mistake_is_reported(rank, start, replicas, capsys, monkeypatch):
-    start()
-    monkeypatch.setattr(Slot, "content", lambda slot: {}["content"])
-    assert rank.step(1)
-    rank.arrived()
-    assert "KeyError 'content'" in capsys.readouterr().err
-    assert rank.peer_replica.arrived == -1
 
 
 def test_one_that_is_cut_off_on_the_way_leaves_the_one_before(rank, start, replicas):
@@ -330,20 +281,6 @@ def test_a_length_that_cannot_be_is_refused_and_the_others_stay(rank, start, rep
     rank.step(2)
     rank.arrived()
     assert steps(replicas) == [1, 2]
-
-
-@pytest.mark.parametrize("header", [{"shard": "none"}, {"progress": {}}, ["shard"], {"shard": [1, 2]}])
-def test_what_has_a_right_checksum_and_no_shard_is_none(rank, start, replicas, header):
-    start()
-    rank.step(1)
-    rank.arrived()
-    packed, end = msgpack.packb(header), 128
-    with contextlib.closing(connect(rank.peer_replica._address(), TOKEN, 30)) as connection:
-        connection.send({"shard": [0, 0, 9, 0, 1], "head": head_of(end, packed), "retained": [0, 0, 1, 0, 1]})
-        connection.receive()
-        connection.send({}, [packed.ljust(end - HEAD, b"\0")])
-        assert connection.receive() == ({"stored": False, "why": "it came there with another checksum"}, 0)
-    assert steps(replicas) == [1]
 
 
 def test_what_comes_with_another_checksum_is_none(rank, start, replicas, capsys):

@@ -42,8 +42,3 @@ def test_ranks_behind_others_go_by_their_numbers_in_the_run():
     assert first.missing().startswith("rank 5 has not begun; rank 5 has not said that it entered all_gather 7 of group")
     second.set("waiting for samples")
     assert first.missing().startswith("rank 5 is waiting for samples, for ")
-
-
-def test_a_long_list_is_cut(ranks):
-    ranks[0].set("waiting for node `b`")
-    assert ranks[0].missing().endswith("rank 8 has not begun; and 3 more")

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -109,19 +108,6 @@ def together(*actions: Callable[[], Attempt]) -> list[Attempt]:
         return [job.result() for job in [threads.submit(lambda act=act: (gate.wait(), act())[1]) for act in actions]]
 
 
-def test_those_that_fail_at_once_begin_the_same_attempt(store):
-    ranks, attempt = [rank_of(store, rank) for rank in range(3)], Attempt()
-    for number in range(1, 31):
-        found = together(*(partial(each.next, attempt, failed(number, rank=each.rank)) for each in ranks))
-        assert found[0] == found[1] == found[2]
-        attempt = found[0]
-        assert (attempt.number, len(attempt.failures)) == (number, number)
-        if attempt.end:
-            break
-    assert number == 21
-    assert attempt.end.startswith("its 20 restarts are used up")
-
-
 def test_the_cause_is_chosen_and_not_its_symptom(store, monkeypatch):
     """The rank that only misses another sees it first."""
     monkeypatch.setattr(restarts, "_SETTLE", 30.0)
@@ -136,15 +122,6 @@ def test_the_cause_is_chosen_and_not_its_symptom(store, monkeypatch):
     found = together(lambda: first.next(Attempt(), symptom), late, lambda: third.next(Attempt(), None))
     assert found[0] == found[1] == found[2]
     assert found[0].failures == (replace(cause, order=2),)
-
-
-def test_of_several_causes_the_first_counts_and_of_symptoms_alone_too(store):
-    for name, symptom in (("causes", False), ("symptoms", True)):
-        ranks = [rank_of(store, rank, name=name) for rank in range(2)]
-        early, late = failed(rank=1, symptom=symptom, order=1), failed(rank=0, symptom=symptom)
-        ranks[0].store.add("0/failures")
-        ranks[0].store.put("0/failed/1", json.dumps(asdict(early)))
-        assert ranks[0].next(Attempt(), late).failures == (early,)
 
 
 def test_the_order_of_failures_is_the_stores_and_no_machines_clock(store, monkeypatch):
@@ -185,43 +162,6 @@ def test_a_failure_that_comes_late_joins_the_attempt_that_has_begun(store):
     following = first.next(Attempt(), failed(rank=0))
     assert second.is_superseded(Attempt())
     assert second.next(Attempt(), failed(rank=1)) == following
-
-
-def test_the_ranks_of_a_new_machine_begin_one_attempt_whoever_comes_first(store):
-    first, second = (rank_of(store, rank) for rank in range(2))
-    first.next(Attempt(), failed())  # on the machine before
-    lost = first.attempt_before("a 1")
-    assert lost.number == 1
-    following = first.next(lost, failed())
-    assert second.attempt_before("a 1").number == 1
-    assert second.next(second.attempt_before("a 1"), failed()).number == following.number == second.newest().number == 2
-    assert second.attempt_before("b 1").number == 2
-
-
-def test_groups_know_nothing_of_each_other(store):
-    trainer, rollout = rank_of(store, 0), rank_of(store, 0, name="rollout 0")
-    trainer.next(Attempt(), failed())
-    assert trainer.is_superseded(Attempt())
-    assert not rollout.is_superseded(Attempt())
-
-
-def test_all_are_done_when_the_last_one_is(store):
-    ranks = [rank_of(store, rank) for rank in range(3)]
-    for each in ranks:
-        assert not each.all_done(Attempt())
-        each.mark_done(Attempt())
-    assert all(each.all_done(Attempt()) for each in ranks)
-    assert not ranks[0].all_done(Attempt(1)), "in the next life all do it again"
-
-
-def test_a_long_history_stays_short(store):
-    """What was shown in full is not carried on."""
-    rank, attempt = rank_of(store, 0, budget=1000), Attempt()
-    for number in range(1, 101):
-        attempt = rank.next(attempt, failed(number, details="x" * 4000))
-    assert len(attempt.pack()) < 40_000
-    assert attempt.failures[-1].details
-    assert replace(attempt.failures[0], details="") == attempt.failures[0]
 
 
 def fail_at_once(port: int) -> list[str]:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from distflow.recovery import restore as restore_module
 from distflow.recovery.restore import ConsistentState, consistent_states, fetch_shard
 from distflow.recovery.snapshots import Snapshots, StateShard
 
@@ -135,42 +134,6 @@ def spoilt_on_the_way(holder: int) -> tuple[int, str, int] | None:
 
         newest.content = spoilt
     return (found := fetch_shard(own, replicas, -1)) and (found.slot.shard.step, found.source, found.holder)
-
-
-def crowded(slots: int, moved: bool) -> int | None:
-    """The first has no empty slot for the newest, which comes torn; of the second's shard of the older state it may be
-    the only holder. What it goes on from then."""
-    own, replicas, rank = Snapshots(slots=slots), Snapshots(slots=2), dist.get_rank()
-    if rank == 0:
-        put(own, *shards(OLD, int(moved), *range(5 - slots, 5)))
-        if moved:
-            put(replicas, *shards(OLD, 0, 4))
-    else:
-        own = Snapshots()
-        put(own, *shards(OLD, 1, *(() if moved else (3, 4)), 5))
-        put(replicas, *shards(OLD, 0, 5))
-        slot = replicas.slots[0]
-        image = slot.content()
-        slot.memory()[-1] ^= 0xFF
-        slot.read = lambda: image  # as if it had changed since
-    found = fetch_shard(own, replicas, -1)
-    return found and found.slot.shard.step
-
-
-@pytest.mark.parametrize(("slots", "moved", "step"), [(2, False, 4), (1, False, None), (1, True, None)],
-                         ids=["the oldest makes room", "its own makes room", "another's makes room"])
-def test_what_is_overwritten_on_the_way_counts_for_nothing(slots, moved, step):
-    assert run_ranks(2, crowded, slots, moved) == [step, step]
-
-
-def long(parts: int) -> tuple[int, str, int] | None:
-    restore_module._PART = 1000 // parts
-    return brought(survivors, -1)
-
-
-@pytest.mark.parametrize("parts", [1, 3])
-def test_shards_are_sent_in_parts(parts):
-    assert run_ranks(2, long, parts) == [(5, "peer replica", 1), (5, "own memory", 1)]
 
 
 def test_what_comes_torn_counts_for_nothing():

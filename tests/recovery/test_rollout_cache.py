@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-import pytest
 import torch
 
 from distflow.data.batch import Batch, Ragged
@@ -63,10 +62,3 @@ def test_an_entry_that_is_torn_and_those_after_it_are_left_out():
     size = (int.from_bytes(memory[:8], "little") - 8) // 3
     memory[8 + 2 * size - 5] ^= 1
     assert list(rows.rows_of_step(0)) == ["a"]
-
-
-@pytest.mark.parametrize("rows", [0, 1])
-def test_few_rows(rows):
-    kept = RolloutCache()
-    kept.add(5, "x", batch().slice(0, rows), b"")
-    require_equal(kept.rows_of_step(5)["x"][0], batch().slice(0, rows))

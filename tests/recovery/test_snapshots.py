@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from distflow.errors import CheckpointError
 from distflow.recovery import snapshots as module
-from distflow.recovery.snapshots import _UNUSED, Slot, Snapshots, StateShard
+from distflow.recovery.snapshots import Snapshots, StateShard
 from distflow.rpc.messages import MACHINE_MEMORY
 
 
@@ -77,13 +76,6 @@ def test_what_is_copied_comes_back():
     assert equal(back, state(1.0))
 
 
-def test_memory_is_allocated_before_it_is_written():
-    slot = Slot()
-    for size in (1000, 3 * module._POPULATE_BYTES + 5):
-        slot.reserve(size)
-        assert os.fstat(slot.file).st_blocks * 512 >= size
-
-
 def test_two_steps_are_kept_and_may_grow_and_shrink():
     snapshots = Snapshots()
     for step, rows in ((1, 5), (2, 400), (3, 30_000), (4, 1)):
@@ -93,24 +85,6 @@ def test_two_steps_are_kept_and_may_grow_and_shrink():
         back = zeros(rows)
         load(snapshots, step, back)
         assert equal(back, state(step, rows))
-
-
-def test_memory_of_slots_that_were_needed_once_is_given_back():
-    snapshots = Snapshots()
-    save(snapshots, 1, state(1), {"step": 1})
-    snapshots.held.append(snapshots.newest)
-    for step in range(2, 5):
-        save(snapshots, step, state(step), {"step": step})
-    assert steps(snapshots) == [1, 3, 4]
-    snapshots.held.clear()
-    for step in range(5, 5 + _UNUSED):
-        save(snapshots, step, state(step), {"step": step})
-    assert steps(snapshots) == [step - 1, step]
-    assert sum(os.fstat(slot.file).st_size > 0 for slot in snapshots.slots) == 2
-    snapshots.clear()
-    assert steps(snapshots) == []
-    save(snapshots, step, state(step), {"step": step})
-    assert steps(snapshots) == [step]
 
 
 def test_a_process_leaves_its_copies_to_the_next():
@@ -156,17 +130,6 @@ def test_any_byte_that_has_changed_is_seen():
     assert steps(snapshots) == [1]
 
 
-def test_the_newest_is_the_one_that_is_corrupted_to_order():
-    snapshots = Snapshots()
-    snapshots.corrupt()  # nothing to corrupt yet
-    for step in (1, 2):
-        save(snapshots, step, state(step), {"step": step})
-    snapshots.corrupt()
-    assert steps(snapshots) == [1]
-    save(snapshots, 2, state(2), {"step": 2})
-    assert steps(snapshots) == [1, 2]
-
-
 @pytest.mark.parametrize(("change", "message"), [
     (lambda other: other["actor"]["model"].pop("half"), "differ in actor.model.half"),
     (lambda other: other["actor"]["model"].update(bias=torch.zeros(2)), "differ in actor.model.bias"),
@@ -194,18 +157,6 @@ def test_one_that_is_written_to_disk_stays_as_it_is():
     snapshots.held.clear()
     save(snapshots, 6, state(6), {"step": 6})
     assert {5, 6} <= set(steps(snapshots))
-
-
-def test_memory_without_a_view_is_released():
-    gc.collect()  # what other tests have left
-    before = len(os.listdir("/proc/self/fd"))
-    snapshots = Snapshots()
-    for step in (1, 2, 3):
-        save(snapshots, step, state(step), {"step": step})
-    assert len(os.listdir("/proc/self/fd")) > before
-    del snapshots
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def shards() -> tuple[list[float], list[float], int]:

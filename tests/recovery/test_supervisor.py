@@ -127,17 +127,6 @@ def test_done_is_done(run, tmp_path):
     assert (tmp_path / "left").read_text() == "0 0"
 
 
-def test_a_supervisor_that_says_much_is_not_held_up(run):
-    """More than a pipe takes before it is read."""
-    code, said = run("def work(context):\n    print('x' * (1 << 20), file=sys.stderr)\n    lived(context)\n")
-    assert (code, len(said)) == (0, (1 << 20) + 1)
-
-
-def test_the_environment_of_a_test_is_not_in_the_server_of_forked_supervisors(start):
-    server = parent(start("def work(context):\n    time.sleep(600)\n").pid)
-    assert b"PYTEST_CURRENT_TEST" not in Path(f"/proc/{server}/environ").read_bytes()
-
-
 ENDS = {
     "raise ValueError('a broken thing')": "ValueError: a broken thing",
     "os.kill(os.getpid(), signal.SIGKILL)": "it was ended by SIGKILL.",
@@ -335,14 +324,6 @@ def test_what_a_worker_leaves_behind_ends_with_it(start, tmp_path):
     assert all(ends(pid) for pid in left)
 
 
-def test_a_stopped_worker_is_ended(run, tmp_path):
-    code, _ = run("robust = {'detectors': {'frozen': {'seconds': 1.0}}}\n\ndef work(context):\n"
-                  "    context.heartbeat.start()\n    lived(context)\n    if not context.attempt.number:\n"
-                  "        os.kill(os.getpid(), signal.SIGSTOP)\n")
-    assert code == 0
-    assert "(detector `frozen`)" in events_of(tmp_path, "failure")[0]["what"]
-
-
 HANGS = {"in a call": "threading.Event().wait()", "in a call that holds Python's lock": "ctypes.PyDLL(None).pause()",
          "on a signal": "os.kill(os.getpid(), signal.SIGSEGV)"}
 
@@ -471,16 +452,6 @@ def test_a_worker_is_watched_while_the_store_stands_still(start, tmp_path, store
     assert supervisor.wait(60) == 0
 
 
-def test_a_supervisor_without_a_worker_hears_a_signal_while_the_store_stands_still(start, tmp_path, store_process):
-    supervisor = start(STALLED.format(port=store_process.port, seconds=120))
-    worker = int(eventually(tmp_path / "worker 0"))
-    store_process.stop()
-    os.kill(worker, signal.SIGKILL)
-    assert ends(worker)
-    supervisor.send_signal(signal.SIGTERM)
-    assert supervisor.wait(20) == 128 + signal.SIGTERM
-
-
 def test_a_store_that_stands_still_for_too_long_ends_the_run(start, tmp_path, store_process):
     supervisor = start(STALLED.format(port=store_process.port, seconds=5))
     worker = int(eventually(tmp_path / "worker 0"))
@@ -538,87 +509,6 @@ def test_a_supervisor_ends_with_torchrun_and_not_with_a_shell(start, tmp_path, t
     assert not ends(worker, 1.0)
     (tmp_path / "go").touch()
     assert "0 0" in eventually(tmp_path / "left")
-
-
-def test_a_worker_that_ends_because_the_dock_is_stopped_continues_it(start, tmp_path):
-    """The dock is continued before anybody misses it for long: else each following worker ends as this one does."""
-    above = start(DOCK + "from distflow.telemetry.processes import stopped\n\ndef work(context):\n    lived(context)\n"
-                  "    if context.attempt.number:\n        write('still', stopped(child.process.pid))\n        return\n"
-                  "    os.kill(child.process.pid, signal.SIGSTOP)\n"
-                  "    while not stopped(child.process.pid):\n        time.sleep(0.01)\n"
-                  "    raise DistflowError('the dock does not answer')\n", shell="yes", TORCHELASTIC_RUN_ID="none")
-    assert above.wait(60) == 0
-    assert (tmp_path / "still").read_text() == "False"
-
-
-def test_without_torchrun_a_users_own_processes_stay_stopped(start, tmp_path):
-    above = start("from distflow.recovery.stopped import continue_stopped\n\ndef work(context):\n"
-                  "    continue_stopped(context.supervisor_pid, 0.1)\n    lived(context)\n"
-                  "    write('threads', [each.name for each in threading.enumerate()])\n"
-                  "    while not (folder / 'go').exists():\n        time.sleep(0.01)\n", shell="yes")
-    assert "stopped" not in eventually(tmp_path / "threads")
-    above.send_signal(signal.SIGSTOP)
-    while state_of(above.pid) != "T":
-        time.sleep(0.01)
-    (tmp_path / "go").touch()
-    eventually(tmp_path / "left")
-    assert state_of(above.pid) == "T"
-    above.send_signal(signal.SIGCONT)
-    assert above.wait(60) == 0
-
-
-def test_a_worker_that_ends_wakes_its_supervisor(start, tmp_path):
-    supervisor = start("from distflow.recovery.stopped import continue_stopped" + ENDED.format(seconds=600))
-    eventually(tmp_path / "worker")
-    supervisor.send_signal(signal.SIGSTOP)
-    while state_of(supervisor.pid) != "T":
-        time.sleep(0.01)
-    (tmp_path / "go").touch()
-    assert supervisor.wait(60) == 0
-
-
-def test_what_left_the_workers_group_and_stands_stopped_ends_with_it(start, tmp_path):
-    """As the guard of a reward does; what stands beside the supervisor stays."""
-    supervisor = start("from distflow.telemetry.processes import spawn\n\ndef work(context):\n"
-                       "    lived(context)\n"
-                       "    guard = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
-                       "    guard.send_signal(signal.SIGSTOP)\n    write('left_behind', guard.pid)\n\n"
-                 "beside = subprocess.Popen(['sleep', '600'])\nlater = []\n\ndef is_obsolete():\n    return False\n\n"
-                       "def should_run():\n    later or later.append(spawn(lambda: time.sleep(600)))\n"
-                       "    return True\n\nimport atexit\n\n@atexit.register\ndef end():\n"
-                       "    write('stayed', f'{beside.poll()} {later[0].poll()}')\n"
-                       "    beside.kill()\n    later[0].end()\n")
-    assert supervisor.wait(60) == 0
-    assert ends(int(eventually(tmp_path / "left_behind")))
-    assert eventually(tmp_path / "stayed") == "None None"
-
-
-def test_one_that_is_obsolete_may_end_as_it_likes(run, tmp_path):
-    """A rollout whose trainer has done its last step."""
-    code, said = run("is_obsolete = lambda: (folder / 'over').exists()\n\ndef work(context):\n    lived(context)\n"
-                     "    write('over')\n    os.kill(os.getpid(), signal.SIGKILL)\n")
-    assert (code, said) == (0, "")
-    assert len(events_of(tmp_path, "worker_started")) == 1
-
-
-@pytest.mark.parametrize(("listens", "called"), [
-    ("0", ["on_failure 1", "on_leave 2"]),
-    ("registered_mask()", []),
-    ("hook(when='on_leave')(print) and registered_mask()", ["on_leave 2"]),
-], ids=["not known", "none", "one of both"])
-def test_hooks_are_looked_for_where_there_may_be_some(run, tmp_path, listens, called):
-    """The worker has said which there are; one that failed before it could has left it open."""
-    code, said = run("from distflow.recovery.hooks import hook, registered_mask\n\ndef hooks(when, attempt):\n"
-                     "    write(f'{when} {attempt.number}')\n\ndef work(context):\n"
-                     "    lived(context, context.attempt.number + 1)\n"
-                     f"    context.heartbeat.page.hooks = {listens}\n"
-                     "    if context.attempt.number == 1:\n        return False\n"
-                     "    if not context.attempt.number:\n        os._exit(9)\n")
-    assert code == 0, said
-    found = {path.name for path in tmp_path.iterdir() if path.name.startswith("on_")}
-    assert found == {*called, *(["on_leave 1"] if "on_leave 2" in called else [])}
-    assert [event["attempt"] for event in events_of(tmp_path, "worker_started")] == [0, 1, 2]
-    assert len(events_of(tmp_path, "failure")) == 1
 
 
 TWO = """

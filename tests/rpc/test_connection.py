@@ -166,20 +166,6 @@ def test_a_port_that_is_taken(service, token):
         StorageShardServer(token, port=service.address[1])
 
 
-def test_many_and_large_buffers_arrive_whole():
-    ours, theirs = (Connection(sock, "peer") for sock in socket.socketpair())
-    small, large = [bytes([n % 256]) * (n % 7) for n in range(5000)], [bytes(3 << 14)] * 3
-    ours.sock.settimeout(10)
-    ours.send({"a": 1}, small)
-    assert theirs.receive() == ({"a": 1}, sum(map(len, small)))
-    assert theirs.payload(sum(map(len, small))).tobytes() == b"".join(small)
-    ours.send({}, large)
-    theirs.skip(theirs.receive()[1])
-    assert ours.sent == theirs.received
-    for connection in (ours, theirs):
-        connection.close()
-
-
 @pytest.mark.parametrize("count", [1, 20])
 def test_a_large_buffer_is_not_copied_beside_scattered_runs(count):
     ours, theirs = (Connection(sock, "peer") for sock in socket.socketpair())

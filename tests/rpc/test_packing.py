@@ -1,9 +1,8 @@
 """Tensors of any type and shape lie one after the other in one buffer, and none touches its neighbours."""
 
-import numpy
 import torch
 
-from distflow.rpc.packing import ALIGNMENT, aligned, tensor_at
+from distflow.rpc.packing import aligned, tensor_at
 
 TENSORS = [torch.arange(5, dtype=torch.uint8), torch.tensor(2.5), torch.empty(0, 3, dtype=torch.int64),
            torch.arange(66, dtype=torch.float64).reshape(2, 33), torch.arange(32, dtype=torch.bfloat16)]
@@ -19,8 +18,3 @@ def test_what_is_put_in_comes_out():
         found = tensor_at(buffer, start, tensor.shape, tensor.dtype)
         assert torch.equal(found, tensor)
         assert found.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr(), "it is no copy"
-
-
-def test_arrays_of_sizes_are_rounded_up_like_sizes():
-    sizes = [0, 1, ALIGNMENT - 1, ALIGNMENT, ALIGNMENT + 1]
-    assert aligned(numpy.array(sizes)).tolist() == [aligned(size) for size in sizes] == [0, 64, 64, 64, 128]

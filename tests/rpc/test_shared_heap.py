@@ -45,13 +45,6 @@ def test_a_part_is_taken_as_long_as_any_view_of_it_is_there():
     assert heap.offset_of(heap.take(SIZE)) == 0
 
 
-def test_the_lowest_memory_that_is_free_is_used_first():
-    heap = SharedHeap(size=SIZE)
-    first, second = heap.take(128), heap.take(64)
-    del first
-    assert [heap.offset_of(each) for each in (heap.take(256), heap.take(100), second)] == [192, 0, 128]
-
-
 def test_a_forked_process_changes_a_copy_of_its_own():
     heap = SharedHeap(size=SIZE)
     part = heap.take(100)

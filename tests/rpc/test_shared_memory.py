@@ -16,7 +16,7 @@ from ranks import run_ranks
 from distflow.data.batch import Batch, Ragged
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather
-from distflow.data.redistribute import PoolNotice, RowMemory, choose_buffers
+from distflow.data.redistribute import RowMemory
 from distflow.plan import SOURCE, Column, Layout, Plan, Task, Transfer
 from distflow.rpc.shared_memory import MappedMemory, MemoryAddress, memory_name
 from distflow.telemetry.metrics import Metrics
@@ -26,14 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def address(number: int, size: int) -> MemoryAddress:
     return MemoryAddress(1, number, number, size)
-
-
-def test_the_smallest_that_holds_it_is_chosen_unless_it_is_read():
-    spare = (address(0, 100), address(1, 400), address(3, 300))
-    notices = {0: PoolNotice(spare), 1: PoolNotice((), (address(3, 300),))}
-    assert choose_buffers(notices, {0: 50}) == {0: spare[0]}
-    assert choose_buffers(notices, {0: 150}) == {0: spare[1]}, "another rank reads the smaller one"
-    assert choose_buffers(notices, {0: 500, 1: 0}) == {0: None}
 
 
 def test_a_buffer_is_spare_when_its_last_view_is_gone():

@@ -1,6 +1,5 @@
 """Rows through shared memory: whole, never overwritten, and only between processes that can prove themselves."""
 
-import os
 import socket
 
 import numpy
@@ -12,7 +11,6 @@ from distflow.data.batch import Batch, Ragged
 from distflow.dock import Consumer, DockClient, DockError
 from distflow.dock.process import start
 from distflow.errors import ColumnError
-from distflow.rpc import shared_payloads as module
 from distflow.rpc.connection import Connection
 from distflow.rpc.errors import Refused, Unreachable
 from distflow.rpc.shared_heap import SharedHeap
@@ -80,22 +78,6 @@ def test_rows_are_written_once_and_read_where_they_are(dock):
     assert right(at.fetch(torch.tensor([5, 2, 7, 0]), ["tokens"]))
 
 
-def test_memory_is_used_again_when_the_rows_are_gone(dock):
-    at, ends, kept = dock(1, (UPDATE,)), set(), []
-    heap = at.services[0].state.storage.heap
-    for first in range(0, 40, 4):
-        at.put(tokens(range(first, first + 4)))
-        lease = at.lease("update", 4)
-        kept = [*kept[-1:], at.fetch(lease)]
-        assert all(right(batch) for batch in kept), "a later answer has not been written over an earlier one"
-        at.commit(lease)
-        if first > 8:
-            ends.add((heap.starts[-1], at.heap.starts[-1]))
-    assert len(ends) == 1
-    assert at.heap.address is None, "private: a forked process may change what it has of it"
-    assert at.heap.memory.ctypes.data <= kept[-1]["tokens"].values.data_ptr() < at.heap.memory.ctypes.data + (8 << 20)
-
-
 def test_rows_that_are_being_read_stay_where_they_are(dock, token):
     """Others commit them and put rows of their own meanwhile; what the reader holds is free when it has read it."""
     at = dock(1, (UPDATE,))
@@ -114,24 +96,6 @@ def test_rows_that_are_being_read_stay_where_they_are(dock, token):
     until(lambda: not [each for each in at.services[0].server.connections if each.memory.held])
     at.put(tokens(range(12, 16)))
     assert int(storage.read(numpy.arange(12, 16), ["tokens"])[0]["tokens"].begin.min()) < first
-
-
-def test_what_was_read_counts_only_if_it_was_held_until_then(dock):
-    """The connection ends while the client reads: it asks again."""
-    at = dock(1, (UPDATE,))
-    at.put(tokens(range(4)))
-    read, asked = at._merge_replies, []
-
-    def cut(*arguments):
-        if not asked:
-            connection, = at.services[0].server.connections
-            connection.shut_down()
-        asked.append(arguments)
-        return read(*arguments)
-
-    at._merge_replies = cut
-    assert right(at.fetch(torch.arange(4), ["tokens"]))
-    assert len(asked) == 2
 
 
 def wait_until_nothing_is_held(at):
@@ -156,32 +120,6 @@ def test_what_is_held_for_a_request_is_released_when_another_process_refuses_it(
     wait_until_nothing_is_held(at)
 
 
-@pytest.mark.parametrize("ended", [False, True])
-def test_what_is_held_is_released_when_it_cannot_be_read(dock, ended):
-    """Unless the connection has ended: then that may be why, and the client asks again."""
-    at = dock(1, (UPDATE,))
-    at.put(tokens(range(4)))
-    take, asked = at._allocate, []
-
-    def fail(size):
-        asked.append(size)
-        if len(asked) > 1:
-            return take(size)
-        if ended:
-            connection, = at.services[0].server.connections
-            connection.shut_down()
-        raise MemoryError(f"{size} bytes are not free")
-
-    at._allocate = fail
-    if ended:
-        assert right(at.fetch(torch.arange(4), ["tokens"]))
-    else:
-        with pytest.raises(MemoryError):
-            at.fetch(torch.arange(4), ["tokens"])
-    wait_until_nothing_is_held(at)
-    assert len(asked) == (2 if ended else 1)
-
-
 def test_room_that_was_given_is_free_again_when_its_connection_ends(dock, token):
     at = dock(1, (UPDATE,))
     heap = at.services[0].state.storage.heap
@@ -191,13 +129,6 @@ def test_room_that_was_given_is_free_again_when_its_connection_ends(dock, token)
         assert other.pool.ask(at.addresses[0], {"op": "status"})[0]["rows"] == 0
     until(lambda: len(at.services[0].server.connections) == 1)
     assert heap.offset_of(heap.take(1 << 22)) == 0
-
-
-def test_any_size_goes_where_it_fits(dock):
-    at = dock(1, (UPDATE,))
-    at.put(tokens(range(40)))
-    for rows in (1, 40, 2, 40, 39):
-        assert right(at.fetch(torch.arange(rows), ["tokens"]))
 
 
 @pytest.mark.parametrize("size", [-1, 0, 1 << 60])
@@ -227,20 +158,6 @@ def test_only_who_knows_the_token_can_have_made_the_memory(token):
     assert MappedHeap.of_server(offer, b"x" * 32) is None
 
 
-@pytest.mark.parametrize("change", [{"machine": "another"}, {"address": [2**22, 3, 1, 1 << 20]},
-                                    {"address": [os.getpid(), 10**6, 1, 1 << 20]}])
-def test_who_is_elsewhere_shares_nothing(token, change):
-    served, offer = offered(token)
-    assert MappedHeap.of_server(offer | change, token) is None
-
-
-def test_a_heap_for_which_a_client_has_too_few_addresses_is_not_mapped(token, monkeypatch):
-    served, offer = offered(token)
-    for free, mapped in ((2 << 20, True), ((2 << 20) - 2, False)):
-        monkeypatch.setattr(module, "free_addresses", lambda free=free: free)
-        assert (MappedHeap.of_server(offer, token) is not None) == mapped
-
-
 def test_other_files_and_memory_that_is_smaller_than_announced_are_refused(token, forged):
     served, offer = offered(token)
     for address in forged(heap_name(token)):
@@ -257,9 +174,3 @@ def test_a_client_writes_nothing_outside_of_the_heap(token, at):
         ours.send({"op": "put"}, [bytes(1 << 19)])
     for connection in (ours, theirs):
         connection.close()
-
-
-def test_a_machine_that_shares_nothing_offers_nothing(token, monkeypatch):
-    monkeypatch.setenv("DISTFLOW_MACHINE", "")
-    assert ServedHeap(SharedHeap(heap_name(token))).offer() is None
-    assert MappedHeap.of_server(None, token) is None

@@ -51,32 +51,11 @@ def test_without_a_majority_nothing_is_answered_and_afterwards_all_is_there(etcd
     assert store.get("kept") == "1"
 
 
-def test_a_posted_value_holds_up_nobody_while_all_members_stand_still(etcd):
-    store = EtcdStore(etcd.address(), 60.0)
-    etcd.signal(0, signal.SIGSTOP)
-    began = time.monotonic()
-    for number in range(1000):
-        store.post("status", str(number))
-    assert time.monotonic() - began < 5
-    etcd.signal(0, signal.SIGCONT)
-    while store.get("status") != "999":
-        time.sleep(0.05)
-
-
 def test_runs_of_one_etcd_know_nothing_of_each_other(etcd):
     one, other = (EtcdStore(etcd.address(run), 60.0) for run in ("a", "b"))
     one.put("key", "1")
     assert other.get("key") is None
     assert other.list("") == {}
-
-
-def test_more_keys_than_a_transaction_takes(etcd):
-    store, keys = EtcdStore(etcd.address(), 60.0), [f"rank/{number}" for number in range(250)]
-    for key in keys:
-        store.put(key, key)
-    assert store.get_all(keys) == keys
-    assert store.has(*keys)
-    assert not store.has(*keys, "another")
 
 
 @pytest.mark.parametrize("call", [lambda store, keys: store.put_all(dict.fromkeys(keys, "x")),

@@ -17,12 +17,6 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(answers):
         assert pass_at(k, answers, right) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
 
 
-@pytest.mark.parametrize(("k", "answers", "right"), [(0, 3, 1), (4, 3, 1), (1, 3, 4), (1, 3, -1)])
-def test_what_cannot_be_drawn_is_refused(k, answers, right):
-    with pytest.raises(ValueError, match="pass@"):
-        pass_at(k, answers, right)
-
-
 def test_single_answers_have_wilsons_interval():
     """The example of Wilson's interval for 8 of 10, computed by hand: (0.4901, 0.9433)."""
     assert interval(0.8, 0.8, 10) == pytest.approx((0.4902, 0.9433), abs=2e-3)
@@ -34,12 +28,6 @@ def test_all_right_is_not_certain():
     assert low == pytest.approx(1 / (1 + 1.959964**2 / 20), abs=1e-9)
 
 
-def test_several_answers_to_each_problem_narrow_it_and_the_same_answer_again_does_not():
-    once, again = interval(0.5, 0.5, 100), interval(0.5, 0.30, 100)
-    assert again[1] - again[0] < once[1] - once[0]
-    assert interval(0.5, 0.5, 100) == once
-
-
 def test_it_covers_the_truth_about_as_often_as_it_says():
     generator, hits = random.Random(0), 0
     for _ in range(1000):
@@ -48,12 +36,6 @@ def test_it_covers_the_truth_about_as_often_as_it_says():
         low, high = interval(sum(values) / 60, sum(value * value for value in values) / 60, 60)
         hits += low <= 0.5 <= high
     assert 0.92 <= hits / 1000 <= 0.98
-
-
-@pytest.mark.parametrize(("mean", "squares", "problems"), [(0.5, 0.5, 0), (0.2, 0.3, 5), (1.5, 1.4, 5), (-0.1, 0.0, 5)])
-def test_values_outside_of_zero_to_one_are_refused(mean, squares, problems):
-    with pytest.raises(ValueError, match="an interval wants"):
-        interval(mean, squares, problems)
 
 
 def test_rewards_that_are_no_shares_have_an_interval_by_standard_errors():

@@ -14,7 +14,7 @@ from ranks import end_processes, run_ranks
 from stores import client
 
 from distflow.recovery.rank_status import COLLECTIVES, RankStatus, absent_ranks
-from distflow.telemetry.collectives import Collective, CollectiveMonitor, absent, entered
+from distflow.telemetry.collectives import Collective, CollectiveMonitor, absent
 
 
 def stand(late: int, other: bool) -> tuple[str, str]:
@@ -74,21 +74,6 @@ def test_those_who_know_of_an_earlier_one_are_told_from_those_who_say_nothing():
     assert second.startswith("rank 2 has not said that it entered all_reduce 7 of group `dp`")
 
 
-def test_nothing_is_said_where_all_have_come():
-    assert not absent({rank: published(7) for rank in range(4)})
-    assert not absent({})
-
-
 def test_ranks_that_have_entered_different_collectives_are_named():
     text = absent({rank: published(7, "all_gather" if rank == 2 else "all_reduce") for rank in range(4)})
     assert text == "collective 7 of group `dp` is all_reduce on rank 0 and all_gather on rank 2"
-
-
-def test_the_longest_wait_comes_first():
-    late, early = published(1, since=20.0, group="tp"), published(3, since=10.0)
-    text = absent({0: late, 1: early})
-    assert text.index("`dp`") < text.index("`tp`")
-
-
-def test_a_process_without_groups_has_entered_nothing():
-    assert entered() == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
 
@@ -21,11 +20,6 @@ def ready(time: float, rank: int, attempt: int = 0) -> dict:
 def failure(time: float, rank: int, ranks: list[int], seen_after: float = 0.0, verdict: str = STARTS_AGAIN) -> dict:
     return event(time, rank, "failure", group="trainer", ranks=ranks, attempt=0, phase="training", failed_step=3,
                  what="gone", seen_after=seen_after, verdict=verdict)
-
-
-def test_a_run_without_failures_is_effective_from_ready_to_end():
-    found = account([ready(0, 0), ready(0, 1), event(10, 0, "worker_ended", attempt=0)])
-    assert (found.total, found.ettr, found.recoveries) == (10.0, 1.0, [])
 
 
 def test_while_the_trainer_starts_again_rollouts_count():
@@ -70,8 +64,3 @@ def test_events_of_an_older_version_are_understood(tmp_path):
     costs = account(read(tmp_path))
     assert costs.recoveries[0].first == pytest.approx(1.0)
     assert costs.intervals[1] == [(0.0, 12.0)]
-
-
-def test_nothing_was_ever_ready():
-    assert math.isnan(account([event(0, 0, "worker_ended")]).ettr)
-    assert account([]).recoveries == []

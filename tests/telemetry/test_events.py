@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 
@@ -23,15 +22,6 @@ def test_a_line_for_each_event(tmp_path):
     assert (event["step"], event["rank"], event["event"], event["rows"]) == (5, 2, "lost", [1, 2])
     assert len(event["reason"]) == 12_000
     assert event["odd"] == "\ud800"
-
-
-def test_events_are_named_in_one_style():
-    """As metrics and settings are, so that a program needs no list of the odd ones."""
-    calls = re.compile(r"\b_?record\(\s*\"([^\"]+)\"")
-    names = {name for folder in ("distflow", "workers") for file in (ROOT / folder).rglob("*.py")
-             for name in calls.findall(file.read_text())}
-    assert "state_restored" in names
-    assert [name for name in names if not re.fullmatch(r"[a-z]+(_[a-z]+)*", name)] == []
 
 
 def test_lines_of_several_processes_do_not_mix(tmp_path):

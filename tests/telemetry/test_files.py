@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -60,23 +59,10 @@ def test_locked_lets_processes_change_a_file_one_after_the_other(tmp_path):
     assert file.read_text() == "300"
 
 
-def test_write_atomically_removes_what_writers_left_long_ago(tmp_path):
-    for name, age in (("a.json.1.partial", 7200), ("a.json.2.partial", 0), ("b.json.1.partial", 7200)):
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (time.time() - age,) * 2)
-    write_atomically(tmp_path / "a.json", "{}")
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.json", "a.json.2.partial", "b.json.1.partial"]
-
-
 def test_locked_names_a_process_that_keeps_the_lock(tmp_path):
     with locked(tmp_path / "count"), pytest.raises(TimeoutError, match=r"another process has held .*count.lock"), \
             locked(tmp_path / "count", 0.1):
         pass
-
-
-def test_locked_raises_what_the_block_raises(tmp_path):
-    with pytest.raises(ValueError, match="no number"), locked(tmp_path / "count"):
-        raise ValueError("no number")
 
 
 def write_model(folder: Path, *names: str) -> None:
@@ -138,8 +124,3 @@ def test_wait_until_writable_ends_after_the_limit(mount):
         with pytest.raises(FolderUnavailable, match=r"could not be written for 0.2 s: Read-only file system") as error:
             wait_until_writable(each, 0.2)
         assert not error.value.passing
-
-
-def test_wait_until_writable_does_not_wait_for_a_folder_that_is_gone(tmp_path):
-    wait_until_writable(tmp_path / "removed", 60.0)
-    assert [*tmp_path.iterdir()] == []

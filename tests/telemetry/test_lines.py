@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from harness import ROOT, environment
 
 LIMITED = """
@@ -67,15 +65,6 @@ def test_a_short_write_is_undone_and_later_lines_are_written(tmp_path: Path):
     assert done.stderr.count("cannot be written: File too large") == 1
 
 
-def test_a_process_ends_without_a_search_for_cycles():
-    """With torch loaded it would take seconds, after the last line on the screen."""
-    code = "import atexit, gc; from distflow.telemetry import events\n" \
-           "atexit.register(lambda: print(gc.get_freeze_count() > 0)); events.leave(3)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True,
-                          timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (3, "True\n"), done.stderr
-
-
 def test_a_full_disk_ends_nothing_that_tells_of_a_run(tmp_path: Path):
     """Nor a full screen: standard output is a file on it."""
     with open("/dev/full", "w") as full:
@@ -87,14 +76,3 @@ def test_a_full_disk_ends_nothing_that_tells_of_a_run(tmp_path: Path):
         assert done.stderr.count(f"{name} cannot be written: No space left on device") == 1
     assert done.stderr.count("summary.json cannot be written: Is a directory") == 1
     assert done.stderr.count("`tensorboard` of `log` has failed") == 1
-
-
-def test_lines_for_a_reader_raise(tmp_path: Path):
-    """`distflow set` must know."""
-    from distflow.telemetry import events
-
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    (tmp_path / "full").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left"):
-        events.add(tmp_path / "full", "text")
-    assert resource.getrlimit(resource.RLIMIT_FSIZE) == limits

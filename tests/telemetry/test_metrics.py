@@ -1,7 +1,6 @@
 """Numbers of all ranks as one: sums, maxima and means over all items, whoever has them."""
 
 import math
-import pickle
 
 import pytest
 import torch
@@ -47,22 +46,6 @@ def test_three_ranks_make_one_number():
         assert second == {}
 
 
-def paced() -> tuple[dict[str, float], list[dict[str, tuple[float, float]]]]:
-    rank, metrics = dist.get_rank(), Metrics()
-    metrics.add("sum", 1.0)
-    if rank:
-        metrics.per_rank("training", 2.0 * rank, 8)
-        metrics.per_rank("training", 1.0, 8)
-    found = metrics.collect(gather)
-    return found, metrics.of_ranks
-
-
-def test_what_is_reported_apart_stays_each_ranks_own():
-    for found, of_ranks in run_ranks(2, paced):
-        assert found == {"sum": 2.0}
-        assert of_ranks == [{}, {"training": (3.0, 16)}]
-
-
 def conflict() -> str:
     metrics = Metrics()
     getattr(metrics, "add" if dist.get_rank() else "maximum")("speed", 1.0)
@@ -89,40 +72,12 @@ def test_a_maximum_does_not_hide_what_is_no_number(values):
     assert all(math.isnan(value) for value in metrics.collect(alone).values())
 
 
-def test_truth_values_have_a_mean():
-    metrics = Metrics()
-    metrics.mean_of("finished", torch.tensor([True, False, True, True]))
-    assert metrics.collect(alone) == {"finished": 0.75}
-
-
-def test_all_of_a_worker_report_to_the_same():
-    assert current() is current()
-
-
-def test_what_travels_is_not_pickled():
-    sent = []
-    metrics = Metrics()
-    metrics.add("a", 1)
-    metrics.collect(lambda payload: sent.append(payload) or [payload])
-    with pytest.raises((pickle.UnpicklingError, EOFError, ValueError)):
-        pickle.loads(sent[0])
-
-
 def test_nodes_that_run_one_function_are_distinguished():
     metrics = Metrics()
     for scope, value in (("first", 1.0), ("second", 3.0), ("", 5.0)):
         with metrics.attributed(scope):
             metrics.mean("reward", value)
     assert metrics.collect(lambda mine: [mine]) == {"reward": 3.0, "reward/first": 1.0, "reward/second": 3.0}
-
-
-def test_some_of_the_numbers_are_taken_and_the_others_dropped():
-    part, whole = Metrics(), Metrics()
-    part.add("data/bytes_sent", 3)
-    part.mean("data/imbalance", 4.0)
-    whole.add_all(part.take("data/bytes"))
-    assert whole.collect(alone) == {"data/bytes_sent": 3}
-    assert part.collect(alone) == {}
 
 
 def report_own() -> dict[str, float]:

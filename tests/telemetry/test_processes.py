@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from harness import ROOT
 
 from distflow.telemetry import processes
 
@@ -32,26 +29,12 @@ def test_an_orphan_that_nothing_ends_is_not_waited_for_without_end(monkeypatch):
             processes.kill_tree(orphan.pid)
 
 
-def test_a_fork_answers_by_its_exit_status_and_what_it_raises_is_shown(capfd):
-    assert processes.spawn(lambda: 3).wait() == 3
-    assert processes.spawn(lambda: None).wait() == 0
-    assert processes.spawn(lambda: int("x")).wait() == 1
-    assert "invalid literal" in capfd.readouterr().err
-
-
 def test_a_child_that_goes_on_has_no_exit_status_until_it_is_ended():
     child = processes.spawn(lambda: time.sleep(600))
     assert child.poll(0.05) is None
     child.signal(signal.SIGTERM)  # meant for all processes of a run
     assert child.poll(0.2) is None
     assert child.end() == child.wait() == -signal.SIGKILL
-
-
-def test_a_child_may_end_by_itself_in_its_last_seconds():
-    program = processes.spawn(["sh", "-c", "trap 'exit 7' TERM; echo; while :; do sleep 0.01; done"],
-                              stdout=subprocess.PIPE)
-    program.stdout.readline()
-    assert program.end(60) == 7
 
 
 @pytest.mark.parametrize("target", [["sleep", "600"], lambda: time.sleep(600)])
@@ -65,15 +48,6 @@ def test_a_child_dies_with_its_parent(target):
     while Path(f"/proc/{child}").exists() and processes.alive(child, processes.began(child)):
         assert time.monotonic() < until
         time.sleep(0.01)
-
-
-def test_limits_hold_in_the_child_alone():
-    def raised() -> int:
-        return int(resource.getrlimit(resource.RLIMIT_CORE) == (0, 0))
-
-    before = resource.getrlimit(resource.RLIMIT_CORE)
-    assert processes.spawn(raised, limits={resource.RLIMIT_CORE: 0}).wait() == 1
-    assert resource.getrlimit(resource.RLIMIT_CORE) == before
 
 
 def test_a_tree_is_killed_whatever_sessions_it_has():
@@ -108,16 +82,3 @@ def test_those_that_are_killed_last_start_nothing_meanwhile():
     processes.kill_descendants(os.getpid(), but=known)
     processes.end_orphans(known)
     assert left == set()
-
-
-def test_programs_that_a_fork_executes_do_end_by_the_signals_that_it_defies():
-    status = processes.spawn(lambda: -subprocess.run(["sh", "-c", "kill -TERM $$"], check=False).returncode).wait()
-    assert status == signal.SIGTERM
-
-
-def test_a_python_finds_this_tree_and_what_it_finds_anyway(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "mine.py").touch()
-    found = subprocess.run([sys.executable, "-c", "import distflow, mine; print(distflow.__file__)"], cwd="/",
-                           env=processes.python_environment(), capture_output=True, text=True, check=True)
-    assert Path(found.stdout.strip()).parents[1] == ROOT

@@ -93,12 +93,6 @@ def _all_of(terminal: int) -> str:
         parts.append(part)
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (125, "2:05"), (3600, "1:00:00"),
-                                               (90061, "25:01:01")])
-def test_time_left_is_readable(seconds, text):
-    assert _clock(seconds) == text
-
-
 def test_an_outage_does_not_count_for_the_time_left(capsys, monkeypatch):
     """One step of eight waits for ten minutes; after it the time left is what it was before."""
     clock = [0.0]

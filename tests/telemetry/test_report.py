@@ -245,14 +245,6 @@ def test_learned_answers_and_timed_steps_are_found(timed):
     assert found["steps"][0]["spans"] == [[rank, "trainer", "", "rollout", "generating", 0.0, 0.4] for rank in (0, 1)]
 
 
-def test_an_answer_that_became_worse_is_among_those_that_are_shown(timed):
-    file = timed / "validation.jsonl"
-    good, bad = ('"answer of step 6", "rewards": ' + reward for reward in ("0.0", "-1.0"))
-    file.write_text(file.read_text().replace(good, bad))
-    answers = read_run(timed)["answers"]
-    assert (answers["worse"], [pair["gain"] for pair in answers["pairs"]]) == (1, [1.0, 0.0, -1.0])
-
-
 @pytest.mark.parametrize(("recipe", "best"), [
     ("", 1.0), ("math", 1.0), ("[math, format]", 2.0), ("{math: 1.0, format: {weight: 0.5, tags: [answer]}}", 1.5),
     ("{math: 1.0, length: 0.2}", 1.0), ("{math: 1.0, mine: 0.5}", 1.0), ("my_rewards:near", 1.0),
@@ -282,39 +274,3 @@ def talking(run) -> Path:
 def test_a_conversation_is_read_turn_by_turn(talking):
     assert read_run(talking)["samples"][0]["conversation"] == [
         ["assistant", "I ask 1"], ["environment", "It says 5"], ["assistant", "I ask 2"]]
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
-@pytest.mark.run
-def test_a_browser_lists_contents_first_and_folds_all_but_five_samples(talking, tmp_path):
-    write_report([talking], tmp_path / "report.html")
-    page, said = in_browser(tmp_path / "report.html")
-    assert said == ""
-    places = [page.index(text) for text in ('<nav id="contents"', 'class="verdict', 'id="time-title"',
-                                            'id="failures-title"', 'id="samples-title"')]
-    assert places == sorted(places)
-    nav = re.search(r"<nav.*?</nav>", page, flags=re.DOTALL)[0]
-    assert "#samples-title" in nav
-    assert "#learned-title" not in nav, "which has nothing"
-    shown, folded = page.split("<summary>the other 2</summary>")
-    assert (shown.count('class="sample"'), folded.count('class="sample"')) == (5, 2)
-    assert re.search(r'class="turn user".*?class="turn assistant".*?class="turn environment".*?class="turn assistant"',
-                     shown, flags=re.DOTALL)
-    assert "reward 0.125 of 1<" in shown
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
-@pytest.mark.run
-def test_a_browser_draws_what_ranks_did_and_what_was_learned(timed, tmp_path):
-    write_report([timed], tmp_path / "report.html")
-    page, said = in_browser(tmp_path / "report.html")
-    assert said == ""
-    assert "answer of step 6" in page
-    assert "<b>It has not clearly changed.</b>The mean reward of held-out problems (held) went from 0.111 to " in page
-    assert "↑ better" in page
-    assert "rank 1 · trainer" in page
-    assert "Tokens by their age (updates)" in page
-    label, = re.findall(r'<text[^>]*text-anchor="end"[^>]*class="soft">([^<]*)</text>', page)
-    assert label == "1.1 MB"
-    assert "<td>all to all</td><td>tokens</td><td>1 MB</td><td>1.1 MB</td>" in page
-    assert "step 5: an ordinary step" in page

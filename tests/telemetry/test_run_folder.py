@@ -21,14 +21,12 @@ from distflow.telemetry.run_folder import (
     RunFolder,
     agent,
     choose,
-    forget_after,
     of_torchrun,
     provenance,
-    read_launch,
     read_plan,
     reload_run,
 )
-from distflow.telemetry.run_reader import RunReader, changed_settings
+from distflow.telemetry.run_reader import RunReader
 
 PLAN = Plan("grpo", "sync", 1, (), Layout(1))
 
@@ -176,12 +174,6 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path, monkeypatch):
     assert [(event.step, event.value) for event in events] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
-def test_a_resume_before_anything_was_written(tmp_path):
-    RunFolder(tmp_path, resumed_at=0).close({})
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
-    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 0
-
-
 def test_the_summary_counts_the_steps_before_a_resume_too(tmp_path):
     first = RunFolder(tmp_path)
     first.write_metrics(0, {"validation/heldout": 0.25})
@@ -202,14 +194,6 @@ def test_the_summary_counts_the_steps_before_a_resume_too(tmp_path):
     assert summary == {"steps": 2, "accuracy_before": 0.25, "accuracy_after": 0.75,
                        "accuracy": {"heldout": [{"step": 0, "accuracy": 0.25}, {"step": 2, "accuracy": 0.75}]},
                        "seconds_in_steps": 4.0, "tokens_per_second": 10.0, "seed": 7}
-
-
-@pytest.mark.parametrize("text", ['{"sea', "[]", '{"search": 3}', '{"torchrun": ""}'])
-def test_a_damaged_launch_file_names_no_torchrun(tmp_path, text):
-    (tmp_path / "torn").mkdir()
-    (tmp_path / "torn/launch.json").write_text(text)
-    assert read_launch(tmp_path / "torn") is None
-    assert of_torchrun(str(tmp_path)) is None
 
 
 def test_a_run_that_goes_on_has_not_come_to_its_end(tmp_path):
@@ -238,7 +222,7 @@ def test_the_commit_is_that_of_the_working_directory(tmp_path, monkeypatch):
 def test_tensorboard_shows_validation_and_reward_first_and_samples_as_text(tmp_path):
     folder = RunFolder(tmp_path)
     folder.write_metrics(1, {"advantages/std": 1.0, "data/imbalance": 0.0, "loss": 0.1, "reward/mean": 0.5})
-    folder.write_metrics(1, {"validation/heldout": 0.25})
+    folder.write_metrics(1, {"validation/heldout": 0.25, "staleness/tokens/0": 30.0, "staleness/tokens/2": 90.0})
     folder.write_samples(1, [{"row": 8, "questions": "3 + 4?", "completions": "7\n#### 7", "rewards": 1.0}, {"row": 9}])
     folder.close({})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -249,30 +233,8 @@ def test_tensorboard_shows_validation_and_reward_first_and_samples_as_text(tmp_p
     assert "row 8  rewards 1.0" in shown
     assert "**completions**\n\n    7\n    #### 7" in shown
     assert "row 9" in shown
-
-
-def test_tensorboard_shows_the_ages_of_tokens_as_a_histogram(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.write_metrics(1, {"staleness/mean": 1.5, "staleness/tokens/0": 30.0, "staleness/tokens/2": 90.0})
-    folder.close({})
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert events.Tags()["scalars"] == ["staleness/mean"]
-    shown = events.Histograms("staleness/tokens")[0].histogram_value
-    assert list(zip(shown.bucket_limit, shown.bucket)) == [(0.5, 30.0), (1.5, 0.0), (2.5, 90.0)]
-    assert (shown.num, shown.sum, shown.sum_squares) == (120.0, 180.0, 360.0)
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_lines_are_dropped_without_room_for_a_second_file(tmp_path, again):
-    """A full disk has none. The validation of the last step, which is done again, stands before the step's own line."""
-    path = tmp_path / "metrics.jsonl"
-    first, own, after = '{"step": 1}\n', '{"step": 2}\n', '{"step": 3}\n{"step": 4'
-    validated = '{"step": 2, "validation/sums": 0.5}\n'
-    path.write_text(first + validated + own + after)
-    with path.open() as file:
-        forget_after(path, 2, again)
-        assert file.read() == first + (not again) * validated + own
-    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
+    ages = events.Histograms("staleness/tokens")[0].histogram_value
+    assert list(zip(ages.bucket_limit, ages.bucket)) == [(0.5, 30.0), (1.5, 0.0), (2.5, 90.0)]
 
 
 @pytest.mark.parametrize("text", [None, "", '{"ranks": ', "[2]", "{}"])
@@ -296,10 +258,3 @@ def test_a_run_that_is_not_there_is_named_by_the_nearest(tmp_path, monkeypatch):
                 look(Path(given))
             assert str(error.value) == (f"there is no run folder `{given}`.\nDid you mean `runs/{meant}`? "
                                         "Runs in runs: first, grpo-1.")
-
-
-def test_settings_that_are_switched_on_or_off_have_changed():
-    before = {"steps": "3", "validation": "null", "seed": "0"}
-    after = {"steps": "4", "validation.every": "2", "seed": "0"}
-    assert changed_settings(before, after) == {
-        "steps": ["3", "4"], "validation": ["null", "unset"], "validation.every": ["unset", "2"]}

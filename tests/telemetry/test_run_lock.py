@@ -9,7 +9,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from harness import ROOT, environment
@@ -109,15 +108,6 @@ def test_a_job_whose_ranks_start_again_keeps_its_run(tmp_path, hold, monkeypatch
         RunLock(tmp_path).hold()
 
 
-def test_a_lock_that_was_removed_is_taken_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "_EVERY", 0.0)
-    lock = RunLock(tmp_path)
-    lock.hold()
-    (tmp_path / NAME).unlink()
-    lock.hold()
-    assert in_use(tmp_path).pid == os.getpid()
-
-
 def test_without_flock_the_written_name_decides(tmp_path, hold, no_flock, monkeypatch):
     monkeypatch.setattr(run_lock, "_EXIT_TIMEOUT", 0.2)
     holder = hold()
@@ -137,12 +127,6 @@ def test_without_flock_another_machine_must_be_asked(tmp_path, no_flock, monkeyp
     (tmp_path / NAME).write_text(json.dumps({**text, "host": "elsewhere", "job": "another"}))
     with pytest.raises(InvalidInput, match=f"(?s)on elsewhere trains it .* is lost:  rm {tmp_path / NAME}"):
         RunLock(tmp_path).hold()
-
-
-def test_what_is_not_a_lock_locks_nothing(tmp_path: Path):
-    (tmp_path / NAME).write_text("{half")
-    assert in_use(tmp_path) is None
-    RunLock(tmp_path).hold()
 
 
 def test_a_passing_error_of_the_file_system_leaves_the_lock_held(tmp_path, monkeypatch):

@@ -60,39 +60,6 @@ def test_each_activity_ends_where_the_next_begins(folder) -> None:
     assert {span.name for span in timeline.read(folder, range(2, 3)).spans} == {"waiting for prompts"}
 
 
-def test_what_goes_on_is_known_though_it_has_not_ended(folder) -> None:
-    mine = opened(folder, 3, "rollout")
-    mine.enter("sampling", "generating", 5)
-    mine.write()  # as its thread does each second
-    rank = timeline.read(folder).ranks[3]
-    assert rank.role == "rollout"
-    assert rank.doing is not None
-    assert (rank.doing.name, rank.doing.step) == ("sampling", 5)
-    assert rank.doing.end == pytest.approx(rank.seen)
-    mine.close()
-    assert timeline.read(folder).ranks[3].doing is None
-
-
-def test_a_run_of_a_moment_is_seen_at_once(folder, monkeypatch) -> None:
-    monkeypatch.setattr(timeline, "_EVERY", 3600.0)
-    mine = Timeline()
-    mine.begin(role="trainer", attempt=0)
-    mine.enter("waiting for prompts", "waiting", 1)
-    mine.open(folder / "timeline" / "rank0.jsonl", 0)
-    assert timeline.newest(folder)[0].doing is not None
-    mine.ended.set()
-
-
-def test_nothing_is_written_before_the_runs_folder_is_there(tmp_path) -> None:
-    mine = opened(tmp_path / "run")
-    mine.enter("sampling", "generating", 1)
-    mine.write()
-    assert not (tmp_path / "run").exists()
-    (tmp_path / "run").mkdir()
-    mine.close()
-    assert [span.name for span in timeline.read(tmp_path / "run").spans] == ["sampling"]
-
-
 def test_a_file_does_not_grow_for_ever_and_torn_lines_are_passed_over(folder, monkeypatch) -> None:
     monkeypatch.setattr(timeline, "_LARGEST", 2000)
     mine = opened(folder)
@@ -107,16 +74,6 @@ def test_a_file_does_not_grow_for_ever_and_torn_lines_are_passed_over(folder, mo
     assert all(file.stat().st_size < 3000 for file in files)
     steps = timeline.read(folder).steps()
     assert steps == [*range(steps[0], 60)]
-
-
-def test_spans_without_room_are_counted(folder, monkeypatch) -> None:
-    monkeypatch.setattr(timeline, "_MOST", 10)
-    mine = opened(folder)
-    for row in range(25):
-        mine.add("rows", f"row {row}", timeline.now())
-    mine.close()
-    run = timeline.read(folder)
-    assert (len(run.spans), run.dropped) == (10, 15)
 
 
 @pytest.mark.parametrize("ahead", [0.0, 37.5, -4.0])

@@ -67,13 +67,6 @@ def test_the_frame_of_a_library_that_raised_stays(trace) -> None:
     assert ", in inner:  " in users_line(text)
 
 
-def test_a_traceback_without_users_frames_stays_whole() -> None:
-    whole = f'Traceback (most recent call last):\n  File "{traceback.__file__}", line 1, in a\n    b\nKeyError: 1\n'
-    assert users_part(whole) == (whole, 0)
-    assert users_line(whole) == ""
-    assert users_part("killed by SIGKILL") == ("killed by SIGKILL", 0)
-
-
 def test_torchrun_gets_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 

@@ -17,7 +17,7 @@ from distflow.cli import main
 from distflow.errors import InvalidInput
 from distflow.telemetry.run_lock import RunLock
 from distflow.telemetry.timeline import Timeline
-from distflow.telemetry.watch import RunView, page, sparkline
+from distflow.telemetry.watch import RunView, page
 
 
 @pytest.fixture
@@ -92,13 +92,6 @@ def test_new_steps_are_read_and_a_resumed_run_is_read_again(folder) -> None:
     write_steps(folder, range(1, 6))
     view.look()
     assert view.step == 5
-
-
-def test_a_curve_is_drawn_from_its_lowest_to_its_highest_value() -> None:
-    assert sparkline([]) == ""
-    assert sparkline([3.0, 3.0]) == "▁▁"
-    assert sparkline([0.0, 7.0, 3.5], 30) == "▁█▅"
-    assert sparkline([float(value) for value in range(800)], 8) == "▁▂▃▄▅▆▇█"
 
 
 def test_another_folder_is_refused(tmp_path, capsys) -> None:

@@ -18,7 +18,7 @@ from distflow.recovery.checkpoint_files import complete_checkpoints
 from distflow.telemetry import timeline
 from distflow.telemetry.run_reader import RunReader
 from distflow.telemetry.timeline import Span
-from distflow.telemetry.why import Segment, critical_path, dead, explain, sampled_chains, stuck
+from distflow.telemetry.why import Segment, critical_path, dead, explain, stuck
 
 
 def span(rank: int, name: str, phase: str, start: float, end: float, role: str = "trainer", step: int = 1) -> Span:
@@ -35,15 +35,6 @@ def test_a_path_leads_to_the_rank_that_others_wait_for() -> None:
                                        Segment(0, "b", "training", 3.5)]
 
 
-def test_a_path_crosses_groups_that_are_in_other_steps() -> None:
-    """The trainer waits for samples of a rollout that counts its own steps; before them the rollout loads weights."""
-    spans = [span(0, "prompts", "waiting", 10, 14), span(0, "update", "training", 14, 15),
-             span(1, "idle", "waiting", 8, 11, "rollout", 3), span(1, "sampling", "generating", 11, 13.5, "rollout", 3)]
-    assert critical_path(spans, 1) == [
-        Segment(1, "idle", "waiting", 1), Segment(1, "sampling", "generating", 2.5),
-        Segment(0, "prompts", "waiting", 0.5), Segment(0, "update", "training", 1)]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_every_path_is_as_long_as_its_step(seed) -> None:
     draw, spans = random.Random(seed), []
@@ -55,11 +46,6 @@ def test_every_path_is_as_long_as_its_step(seed) -> None:
             now += took
     path = critical_path(spans, 1)
     assert sum(part.seconds for part in path) == pytest.approx(max(each.end for each in spans), abs=0.02)
-
-
-def test_a_step_without_a_timeline_has_no_path() -> None:
-    assert critical_path([], 1) == []
-    assert critical_path([span(0, "a", "generating", 0, 1, "rollout")], 1) == []
 
 
 def run_folder(folder: Path, rewards: list[float]) -> Path:
@@ -89,14 +75,6 @@ def test_what_changed_with_a_reward_is_named(tmp_path) -> None:
     assert said[0] == "Step 9 took 2.00 s; the median is 1.00 s."
 
 
-def test_a_finished_run_whose_metrics_are_cut_short_is_explained(tmp_path) -> None:
-    folder = run_folder(tmp_path, [0.5] * 4)
-    (folder / "summary.json").write_text('{"steps": 4}')
-    (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text()[:20])
-    said, = explain(folder, complete_checkpoints)
-    assert "has no whole line of a step" in said
-
-
 def test_a_fall_is_told_by_part_source_and_prompt(tmp_path) -> None:
     """Code falls at step 31 and mathematics does not."""
     folder = run_folder(tmp_path, [0.8 + 0.01 * (step % 4) for step in range(30)] + [0.4] * 20)
@@ -118,24 +96,6 @@ def test_a_fall_is_told_by_part_source_and_prompt(tmp_path) -> None:
     prompts = [line for line in said if line.startswith("  prompt ")]
     assert len(prompts) == 3
     assert all(line.startswith('  prompt "mbpp ') and "0.800 → 0.100 (10 samples before" in line for line in prompts)
-
-
-def chain(rank: int, row: int, *parts: tuple[str, float, float]) -> list[Span]:
-    return [Span(rank, "one", "rollout", 0, track, f"row {row}", 7, start, end - start, {"turn": turn // 2 + 1})
-            for turn, (track, start, end) in enumerate(parts)]
-
-
-def test_the_rows_of_a_step_are_told_from_those_of_others() -> None:
-    """Ranks that sample ahead of the trainer work on several steps at once; in mode sync validation samples too."""
-    prompts = [Span(1, "one", "rollout", 0, "prompts", f"prompt {number}", step, 0.0, 5.0, {"rows": 2})
-               for number, step in ((3, 1), (4, 2))]
-    rows = [*chain(1, 6, ("rows", 0, 1), ("tools", 1, 3), ("rows", 3, 4)), *chain(1, 7, ("rows", 0, 2)),
-            *chain(1, 8, ("rows", 0, 4.5))]
-    found = sampled_chains([*prompts, *rows], 1)
-    assert [(each.id, each.seconds, len(each.tools)) for each in found] == [(6, 4, 1), (7, 2, 0)]
-    nodes = [span(1, "rollout", "generating", 0, 5), span(1, "validating", "validating", 5, 9)]
-    validated = chain(1, 6, ("rows", 6, 8))
-    assert [each.seconds for each in sampled_chains([*nodes, *rows, *validated], 1)] == [4, 2, 4.5]
 
 
 def test_the_last_row_is_named_with_its_tools(tmp_path) -> None:
