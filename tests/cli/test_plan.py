@@ -22,10 +22,6 @@ def test_what_this_machine_lacks_is_no_mistake_in_a_plan_of_others(tmp_path, cap
     assert "there is no data `/cluster/train.jsonl`: a run on this machine" in capsys.readouterr().out
 
 
-ROWS = [("rollout → update", "responses, rollout_logprobs, versions, completions, rewards, reward_parts", "[1.0] MiB"),
-        ("a", "b", "10.0 MiB")]
-
-
 def test_a_run_of_other_machines_is_planned_without_what_this_one_lacks(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the model there is the configuration, of the data nothing; memory is known all the same."""

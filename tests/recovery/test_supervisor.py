@@ -465,10 +465,6 @@ ENDED = "\n\ndef work(context):\n    continue_stopped(context.supervisor_pid, {s
         "    write('worker', os.getpid())\n    while not (folder / 'go').exists():\n        time.sleep(0.01)\n"
 
 
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-
-
 DOCK = "from distflow.dock.process import start\nchild = start(bytes(16))\nwrite('dock', child.process.pid)\n"
 
 

@@ -95,3 +95,12 @@ def test_a_forked_process_has_a_connection_of_its_own(store):
         os._exit(0 if [store.get("before") for _ in range(500)] == ["1"] * 500 else 1)
     assert [store.get("before") for _ in range(500)] == ["1"] * 500
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_what_is_posted_comes_soon(store):
+    for number in range(10):
+        store.post("status", str(number))
+    assert store.wait(["status"], 60.0)
+    store.put("last", "")
+    while store.get("status") != "9":
+        pass

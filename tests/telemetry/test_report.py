@@ -274,3 +274,20 @@ def talking(run) -> Path:
 def test_a_conversation_is_read_turn_by_turn(talking):
     assert read_run(talking)["samples"][0]["conversation"] == [
         ["assistant", "I ask 1"], ["environment", "It says 5"], ["assistant", "I ask 2"]]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+@pytest.mark.run
+def test_a_browser_draws_what_ranks_did_and_what_was_learned(timed, tmp_path):
+    write_report([timed], tmp_path / "report.html")
+    page, said = in_browser(tmp_path / "report.html")
+    assert said == ""
+    assert "answer of step 6" in page
+    assert "<b>It has not clearly changed.</b>The mean reward of held-out problems (held) went from 0.111 to " in page
+    assert "↑ better" in page
+    assert "rank 1 · trainer" in page
+    assert "Tokens by their age (updates)" in page
+    label, = re.findall(r'<text[^>]*text-anchor="end"[^>]*class="soft">([^<]*)</text>', page)
+    assert label == "1.1 MB"
+    assert "<td>all to all</td><td>tokens</td><td>1 MB</td><td>1.1 MB</td>" in page
+    assert "step 5: an ordinary step" in page
