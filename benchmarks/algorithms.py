@@ -2,15 +2,13 @@
 
 For each seed a weak start is made (supervised fine-tuning on a hasty teacher's answers), and every algorithm goes on
 from it with the same model, problems and number of steps: `dags/runs/embedded.yaml`, and what CASES says.
-Run by hand:  python benchmarks/algorithms.py --seeds 0 1 2
+Run by hand:  python -m benchmarks.algorithms --seeds 0 1 2
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.runs import ROOT, run_once
+
 BATCH, MEASURE = 32, "validation/heldout"
 
 
@@ -43,18 +42,8 @@ CASES = [
 
 
 def launch(folder: Path, name: str, dag: str, run_file: str, settings: list[str]) -> dict[int, float]:
-    """Run a DAG on one rank; return the held-out accuracy by step.
-
-    Raises:
-        RuntimeError: it failed; with the end of what it printed.
-    """
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
-            str(ROOT / "distflow/launch.py"), "--dag", f"{dag}.yaml", "--run-file", run_file, "--name", name]
-    changes = [word for setting in (f"output={folder}", "checkpoint.every=0", *settings) for word in ("--set", setting)]
-    done = subprocess.run([*line, *changes], cwd=ROOT, capture_output=True, text=True, check=False,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
-    if done.returncode:
-        raise RuntimeError(f"{dag}: {done.stdout[-1000:]}{done.stderr[-3000:]}")
+    """Run a DAG on one rank; return the held-out accuracy by step."""
+    run_once(folder, name, Path(f"{dag}.yaml"), run_file, 1, ("checkpoint.every=0", *settings))
     lines = [json.loads(text) for text in (folder / name / "metrics.jsonl").read_text().splitlines()]
     return {values["step"]: values[MEASURE] for values in lines if MEASURE in values}
 

@@ -3,19 +3,17 @@ others share nothing but the store, the network and the run's folder."""
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.runs import ROOT, environment, torchrun
 from distflow.telemetry.ettr import Event, read
 from distflow.telemetry.processes import kill_tree
 
-ROOT = Path(__file__).resolve().parents[1]
 _TIMEOUT = 240.0
 _LOOK = 0.05
 
@@ -37,14 +35,13 @@ class Cluster:
     def __init__(self, cwd: Path, run: Path, arguments: Sequence[str], store: str):
         self.cwd, self.run, self.arguments = cwd, run, arguments
         self.machines: dict[str, subprocess.Popen] = {}
-        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self.environment = environment(PYTHONPATH=str(ROOT))
         self.token, self.address = secrets.token_hex(16), store
 
     def start(self, name: str) -> None:
         """Start a machine of one rank."""
         here = {"DISTFLOW_TOKEN": self.token, "DISTFLOW_HOST": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-        line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
-                str(ROOT / "distflow/launch.py"), *self.arguments, "--store", self.address]
+        line = torchrun(1, ROOT / "distflow/launch.py", *self.arguments, "--store", self.address)
         with open(self.cwd / f"{name}.log", "w") as log:
             self.machines[name] = subprocess.Popen(line, cwd=self.cwd, env=self.environment | here, stdout=log,
                                                    stderr=subprocess.STDOUT)

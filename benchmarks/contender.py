@@ -65,7 +65,7 @@ class Contender:
 
     def measure_baseline(self) -> None:
         """Take what its processes hold now for what they hold without rows."""
-        self.idle = {pid: _kilobytes(pid, "VmRSS") - _shared(pid) for pid in _family(self.process.pid)}
+        self.idle = {pid: kilobytes(pid, "VmRSS") - _shared(pid) for pid in _family(self.process.pid)}
 
     def used(self) -> float:
         """Return the seconds of processor time that its processes have used so far."""
@@ -79,7 +79,7 @@ class Contender:
 
     def peak(self) -> int:
         """Return the bytes that the busiest of its processes held beside what it holds without rows."""
-        return 1024 * max(_kilobytes(pid, "VmHWM") - _shared(pid) - idle for pid, idle in self.idle.items())
+        return 1024 * max(kilobytes(pid, "VmHWM") - _shared(pid) - idle for pid, idle in self.idle.items())
 
     def begin_close(self) -> None:
         """No more orders: it begins to end."""
@@ -164,7 +164,8 @@ def _shared(pid: int) -> int:
     return 0
 
 
-def _kilobytes(pid: int, name: str) -> int:
+def kilobytes(pid: int | str, name: str) -> int:
+    """Return a number of /proc/PID/status; 0 if the process has ended."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith(f"{name}:"):

@@ -32,22 +32,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.ratio import Spread, conclude, options, parsed  # noqa: E402 - needs the path above
-from distflow.recovery import supervisor  # noqa: E402
-from distflow.recovery.membership import HEARTBEAT_SECONDS, Membership, Rendezvous, _report_losses  # noqa: E402
-from distflow.recovery.rank_status import RankStatus  # noqa: E402
-from distflow.recovery.restarts import Attempt, Failure, RestartCoordinator, RestartGroup  # noqa: E402
-from distflow.recovery.store import RunStore  # noqa: E402
-from distflow.store.interface import Store, poll_interval  # noqa: E402
-from distflow.store.tcp import TCPStoreClient  # noqa: E402
-from distflow.telemetry.heartbeat import Silence  # noqa: E402
-from distflow.weights import directory as directories  # noqa: E402
-from distflow.weights.directory import Directory, HeldChunks, SourceEntry  # noqa: E402
-from distflow.weights.manifest import ManifestDigest, key  # noqa: E402
-from distflow.weights.publisher import Publisher  # noqa: E402
+from benchmarks.ratio import Spread, conclude, options, parsed
+from benchmarks.runs import ROOT
+from distflow.recovery import supervisor
+from distflow.recovery.membership import HEARTBEAT_SECONDS, Membership, Rendezvous, _report_losses
+from distflow.recovery.rank_status import RankStatus
+from distflow.recovery.restarts import Attempt, Failure, RestartCoordinator, RestartGroup
+from distflow.recovery.store import RunStore
+from distflow.store.interface import Store, poll_interval
+from distflow.store.tcp import TCPStoreClient
+from distflow.telemetry.heartbeat import Silence
+from distflow.weights import directory as directories
+from distflow.weights.directory import Directory, HeldChunks, SourceEntry
+from distflow.weights.manifest import ManifestDigest, key
+from distflow.weights.publisher import Publisher
 
 SIZES, QUICK = (64, 256, 1024, 4096, 10_000), (16, 64)
 LOCAL, NODES, LIMIT, SAMPLED = 8, 10, 3000.0, 64

@@ -37,14 +37,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.contender import Contender, await_calm  # noqa: E402 - needs the path above
-from benchmarks.peer_environment import peer_python  # noqa: E402
-from benchmarks.ratio import Spread, conclude, interleaved, options, parsed, ratios  # noqa: E402
-from benchmarks.rows import PADDED, RAGGED, Case  # noqa: E402
-from distflow.data.row_copies import COPIES  # noqa: E402
+from benchmarks.contender import Contender, await_calm
+from benchmarks.peer_environment import peer_python
+from benchmarks.ratio import Spread, conclude, interleaved, options, parsed, ratios
+from benchmarks.rows import PADDED, RAGGED, Case
+from distflow.data.row_copies import COPIES
 
 OURS = "databuffer"
 GOALS = {"verl": 20.0, "transfer_queue": 10.0, "rank0": 2.0, "rank0-padded": 2.0}

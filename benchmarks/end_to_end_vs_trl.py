@@ -45,21 +45,18 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.peer_environment import peer_python  # noqa: E402 - needs the path above
-from benchmarks.ratio import conclude, interleaved, interval_of, options, parsed, ratios  # noqa: E402
-from distflow.config.load import load  # noqa: E402
-from distflow.config.shipped import SHIPPED  # noqa: E402
-from distflow.config.spec import Spec  # noqa: E402
-from distflow.config.yaml_source import read  # noqa: E402
-from distflow.data.dataloader import Dataloader  # noqa: E402
-from distflow.data.dataset import open_records  # noqa: E402
+from benchmarks.peer_environment import peer_python
+from benchmarks.ratio import add_size, conclude, interleaved, interval_of, options, parsed, ratios
+from benchmarks.runs import ROOT, environment, torchrun, with_set
+from distflow.config.load import load
+from distflow.config.shipped import SHIPPED
+from distflow.config.spec import Spec
+from distflow.config.yaml_source import read
+from distflow.data.dataloader import Dataloader
+from distflow.data.dataset import open_records
 
 GOAL = 2.0
 DISTFLOW, ALL_ROWS = "distflow", "all rows"
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 _STEP = re.compile(r"\bstep (\d+)/\d+\b")
 
 
@@ -90,7 +87,7 @@ class Contest:
         self.model = given.start_model.resolve() if given.start_model else self._start_model()
 
     def distflow(self, seed: int, side: str = DISTFLOW, settings: Sequence[str] = ()) -> Curve:
-        overrides = [part for value in (*self._overrides(seed), *settings) for part in ("--set", value)]
+        overrides = with_set((*self._overrides(seed), *settings))
         name = f"grpo-{seed}-{len(settings)}"
         ends = timed(self.ranks, sys.executable, "distflow/launch.py", "--dag", str(self.dag), "--run-file",
                      self.given.run_file, "--name", name, *overrides)
@@ -135,10 +132,10 @@ class Contest:
     def _start_model(self) -> Path:
         """Make a model by distflow's supervised fine-tuning of a random one; return its folder."""
         print(f"training the start model: sft.yaml with {self.given.sft_run_file}", flush=True)
-        quick = ("--set", "steps=2") if self.given.quick else ()
+        quick = ("steps=2",) if self.given.quick else ()
         timed(self.ranks, sys.executable, "distflow/launch.py", "--dag", "sft.yaml", "--run-file",
-              self.given.sft_run_file, "--name", "sft", "--set", f"output={self.scratch}",
-              "--set", f"ranks={self.ranks}", "--set", "checkpoint.every=0", "--set", "validation=null", *quick)
+              self.given.sft_run_file, "--name", "sft", *with_set((
+                  f"output={self.scratch}", f"ranks={self.ranks}", "checkpoint.every=0", "validation=null", *quick)))
         return self.scratch / "sft" / "model"
 
 
@@ -192,10 +189,10 @@ def timed(ranks: int, python: str | Path, *script: str) -> list[float]:
     Raises:
         SystemExit: it failed; shows its last lines.
     """
-    command = [str(python), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *script]
+    command = torchrun(ranks, *script, python=python)
     ends: dict[int, float] = {}
     tail: deque[str] = deque(maxlen=100)
-    with subprocess.Popen(command, cwd=ROOT, env=os.environ | _ENVIRONMENT, text=True, stdout=subprocess.PIPE,
+    with subprocess.Popen(command, cwd=ROOT, env=environment(PYTHONUNBUFFERED="1"), text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT) as process:
         for line in process.stdout:
             found = _STEP.search(line)
@@ -244,8 +241,8 @@ def conclude_from(pairs: Sequence[dict[str, Curve]], skip: int) -> None:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--updates", type=int, help="of each run; default 60, with --quick 6")
-    parser.add_argument("--skip", type=int, help="first updates, which are not timed; default 5, with --quick 2")
+    add_size(parser, "updates", 60, 6, "of each run")
+    add_size(parser, "skip", 5, 2, "first updates, which are not timed")
     parser.add_argument("--peer-python", type=Path, help="with TRL; default: that of .venv-trl, made if missing")
     parser.add_argument("--start-model", type=Path, help="a model folder; default: distflow trains one first")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -254,8 +251,6 @@ def main() -> None:
     parser.add_argument("--all-rows", action="store_true", help="a third side: distflow that computes every row, too")
     parser.add_argument("--sft-run-file", default="embedded_sft.yaml", help="for the start model")
     given = parsed(parser)
-    given.updates = given.updates or (6 if given.quick else 60)
-    given.skip = given.skip or (2 if given.quick else 5)
     if given.updates <= given.skip:
         parser.error(f"--updates {given.updates} leaves nothing to time after the first {given.skip}")
     if given.device == "cpu":

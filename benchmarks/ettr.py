@@ -24,8 +24,9 @@ from functools import partial
 from math import isnan, nan
 from pathlib import Path
 
-from benchmarks.modes import RANKS, Contest, contest_options, run_once, steps_of
+from benchmarks.modes import RANKS, Contest, contest_options
 from benchmarks.ratio import Spread, add_size, conclude, interleaved, parsed, ratios
+from benchmarks.runs import run_once, steps_of
 from distflow.telemetry.ettr import FailureCosts, account, read
 
 MODES = ("sync", "semi_sync", "async")

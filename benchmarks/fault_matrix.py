@@ -28,11 +28,11 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster import ROOT, Cluster
+from benchmarks.cluster import Cluster
 from benchmarks.control_group import control_group, limit_memory
 from benchmarks.etcd import Etcd
-from benchmarks.modes import run_once, steps_of
 from benchmarks.ratio import Spread, conclude, options, parsed
+from benchmarks.runs import run_once, steps_of, with_set
 from distflow.telemetry.ettr import account, read
 
 KINDS = {"raise": True, "kill": True, "stop": True, "slow": False, "oom": True}
@@ -145,12 +145,10 @@ def write_dag(folder: Path, talks: bool) -> Path:
 
 def run_apart(scratch: Path, name: str, dag: Path, course: Course, settings: Sequence[str], store: str) -> Path:
     """Run on machines, with one more that waits for its place."""
-    words = [word for setting in (f"output={scratch}", *settings) for word in ("--set", setting)]
     least = course.ranks - (course.mode != "sync")
-    line = ["--dag", str(dag), "--run-file", "embedded.yaml", "--name", name, *words, "--machines",
-            f"{least}:{course.ranks}"]
+    line = ["--dag", str(dag), "--run-file", "embedded.yaml", "--name", name, "--machines", f"{least}:{course.ranks}",
+            *with_set((f"output={scratch}", *settings))]
     cluster = Cluster(scratch, scratch / name, line, store)
-    cluster.environment["PYTHONPATH"] = str(ROOT)
     try:
         for number in range(course.ranks + 1):
             cluster.start(f"machine-{number}")

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from benchmarks import rows
 from benchmarks.contender import serve
+from benchmarks.group import begin_together
 from benchmarks.rank0 import Rank0
 from benchmarks.rows import Case, Columns
 from distflow.data.batch import Batch, Ragged
@@ -35,8 +36,6 @@ from distflow.telemetry.metrics import Metrics
 
 _TIMEOUT = datetime.timedelta(seconds=120)
 """For a rank that does not come; the others then end, and so does the benchmark."""
-_SOON = 0.02
-"""Seconds from a barrier to the moment at which all begin."""
 
 
 class Way(Protocol):
@@ -124,17 +123,10 @@ class Rank:
             ids = self.case.ids(repeat, self.rank)
             columns = self.columns | {"rewards": rows.rewards(self.case, repeat, ids)}
         self.way.load(ids, columns)
-        moment = self.together()
+        dist.barrier()
+        moment = begin_together()
         self.way.move()
         return time.perf_counter() - moment, self.way.through()
-
-    def together(self) -> float:
-        """Begin at one moment on all ranks: a barrier lets them go milliseconds apart. The clock is the machine's."""
-        dist.barrier()
-        moment = torch.tensor([time.perf_counter() + _SOON], dtype=torch.float64)
-        dist.all_reduce(moment, dist.ReduceOp.MAX)
-        time.sleep(max(0.0, moment.item() - time.perf_counter()))
-        return moment.item()
 
     def check(self, repeat: int, contents: bool) -> tuple[list[int], str]:
         ids, columns = self.way.result()

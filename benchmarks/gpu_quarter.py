@@ -27,9 +27,9 @@ import torch
 
 from benchmarks.gpu import RESULTS, Report
 from benchmarks.gpu_session import PASSED, WHOLE_RUNS, Run, Session, figures_of, is_installed, say_versions, setting
-from benchmarks.modes import ROOT
 from benchmarks.ratio import Spread, options, parsed, summary
 from benchmarks.recipes import GRPO_SETTINGS, MODEL, RUNS
+from benchmarks.runs import run_command, with_set
 from distflow.telemetry.run_reader import RunReader
 
 BUDGET = {"recipe": 240, "trl": 120, "prime-rl": 110, "nano-vllm": 110, "vllm": 150, "lora": 50, "families": 60}
@@ -113,11 +113,8 @@ class Quarter:
         """Run a stage of the recipe for at most this part of its seconds; report what it came to."""
         name, recipe = f"recipe {dag}", self.given.recipe
         given = [f"output={self.session.work}", f"data.train={self.given.tasks / recipe / 'train.jsonl'}", *settings]
-        passed = self.session.part(name, self.limit(BUDGET["recipe"] * part), [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
-            str(ROOT / "distflow/launch.py"), "--dag", dag, "--run-file",
-            f"examples/recipes/{recipe}/{dag}_run.yaml", "--name", dag,
-            *(word for line in given for word in ("--set", line))])
+        passed = self.session.part(name, self.limit(BUDGET["recipe"] * part), run_command(
+            dag, f"examples/recipes/{recipe}/{dag}_run.yaml", dag, 1, given))
         folder = self.session.work / dag
         for line in (*figures_of(folder), *curve_of(folder)) if passed else ():
             self.session.report.say(f"{name}: {line}")
@@ -136,7 +133,7 @@ class Quarter:
                     "2" if self.given.quick else "8", "--skip", "1" if self.given.quick else "3", "--all-rows",
                     "--run-file", f"examples/recipes/{self.given.recipe}/grpo_run.yaml", "--start-model",
                     str(self.start), "--peer-python", str(self.given.peer_python or sys.executable),
-                    *(word for line in settings for word in ("--set", line)))
+                    *with_set(settings))
 
     def vllm(self) -> None:
         """Two runs that differ in the engine that samples. On a CPU the tiny model's."""

@@ -31,8 +31,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import RESULTS, Report, description
-from benchmarks.modes import ROOT
 from benchmarks.ratio import Spread, options, parsed, summary
+from benchmarks.runs import ROOT, environment, torchrun, with_set
 from benchmarks.shapes import SHAPES
 from distflow.data.row_copies import COPIES
 from distflow.plan import MemoryItem
@@ -105,7 +105,7 @@ class Session:
         self.until = time.monotonic() + 60 * minutes
         self.outcomes: dict[str, str] = {}
         searched = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.environment = os.environ | {"PYTHONPATH": searched, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self.environment = environment(PYTHONPATH=searched)
         if kind == "cpu":
             self.environment["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -137,9 +137,8 @@ class Session:
             model = (f"roles.actor.model={weights}",)
         given = ["--resume", str(folder), "--set", "steps=5"] if run.resumes else [
             "--dag", run.dag, "--name", run.name,
-            *(word for line in (f"output={self.work}", *COMMON, *model, *run.settings) for word in ("--set", line))]
-        launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks)]
-        if self.part(run.name, run.seconds, [sys.executable, *launched, str(ROOT / "distflow/launch.py"), *given]):
+            *with_set((f"output={self.work}", *COMMON, *model, *run.settings))]
+        if self.part(run.name, run.seconds, torchrun(run.ranks, ROOT / "distflow/launch.py", *given)):
             for line in figures_of(folder):
                 self.report.say(f"{run.name}: {line}")
 

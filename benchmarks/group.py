@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.contender import kilobytes
 from workers.engines.devices import choose
 
 _SOON = 0.02
@@ -56,25 +57,27 @@ def _rank(rank: int, ranks: int, store: str, line: Connection, function: Callabl
     dist.destroy_process_group()
 
 
-def timed(work: Callable[[], Any]) -> float:
-    """Return the seconds until the last rank is done; all begin at one moment."""
+def begin_together() -> float:
+    """Return the moment at which all ranks leave: a barrier lets them go milliseconds apart. The clock is the
+    machine's."""
     moment = torch.tensor([time.perf_counter() + _SOON], dtype=torch.float64)
     dist.all_reduce(moment, dist.ReduceOp.MAX)
     time.sleep(max(0.0, moment.item() - time.perf_counter()))
+    return moment.item()
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Return the seconds until the last rank is done; all begin at one moment."""
+    moment = begin_together()
     work()
     end = torch.tensor([time.perf_counter()], dtype=torch.float64)
     dist.all_reduce(end, dist.ReduceOp.MAX)
-    return (end - moment).item()
+    return end.item() - moment
 
 
 def peak_over(work: Callable[[], Any]) -> int:
     """Return the bytes by which this process's memory grew at most while it worked (VmHWM, set back before)."""
     Path("/proc/self/clear_refs").write_text("5")
-    before = _kilobytes("VmRSS")
+    before = kilobytes("self", "VmRSS")
     work()
-    return 1024 * (_kilobytes("VmHWM") - before)
-
-
-def _kilobytes(name: str) -> int:
-    text = Path("/proc/self/status").read_text()
-    return int(next(line for line in text.splitlines() if line.startswith(name)).split()[1])
+    return 1024 * (kilobytes("self", "VmHWM") - before)

@@ -24,26 +24,22 @@ can run as they are.
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.qwen3 import folder  # noqa: E402 - needs the path above
-from benchmarks.ratio import Spread, conclude, options, parsed  # noqa: E402
-from distflow.config.cluster import Link  # noqa: E402
-from distflow.config.load import load  # noqa: E402
-from distflow.config.spec import Spec  # noqa: E402
-from distflow.errors import InvalidInput  # noqa: E402
-from planners.heterogeneous.layouts import CostedProblem, blocks_of, in_rows, strategies  # noqa: E402
-from planners.heterogeneous.placed_plan import written  # noqa: E402
-from planners.heterogeneous.problem import GENERATE, Freedom, Grouping, Placement, Problem, TaskLayout  # noqa: E402
-from planners.heterogeneous.runnable import (  # noqa: E402
+from benchmarks.qwen3 import folder
+from benchmarks.ratio import Spread, conclude, options, parsed
+from distflow.config.cluster import Link
+from distflow.config.load import load
+from distflow.config.spec import Spec
+from distflow.errors import InvalidInput
+from planners.heterogeneous.layouts import CostedProblem, blocks_of, in_rows, strategies
+from planners.heterogeneous.placed_plan import written
+from planners.heterogeneous.problem import GENERATE, Freedom, Grouping, Placement, Problem, TaskLayout
+from planners.heterogeneous.runnable import (
     ByRanks,
     as_ranks_run,
     refusal,
@@ -51,8 +47,8 @@ from planners.heterogeneous.runnable import (  # noqa: E402
     runnable,
     without_idle,
 )
-from planners.heterogeneous.search import BUDGET, search  # noqa: E402
-from planners.heterogeneous.workload import problem_of  # noqa: E402
+from planners.heterogeneous.search import BUDGET, search
+from planners.heterogeneous.workload import problem_of
 
 MEAN, BEST, NEVER_BELOW = 3.17, 9.17, 1.0
 SEEDS = 0, 1  # of each side's searches

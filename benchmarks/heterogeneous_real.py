@@ -16,7 +16,6 @@ Run by hand, on a machine that does nothing else:  python -m benchmarks.heteroge
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -31,14 +30,13 @@ from statistics import median
 import yaml
 
 from benchmarks.machines import address, machines, within
-from benchmarks.modes import steps_of
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed, ratios
+from benchmarks.runs import ROOT, environment, steps_of, with_set
 from benchmarks.slowed import Slowed, ranks
 from distflow.cli.calibration import calibration
 from distflow.config.load import load
 from planners.heterogeneous.layouts import CostedProblem
 
-ROOT = Path(__file__).resolve().parents[1]
 GOALS = {2: 1.4, 4: 1.8}
 NEAR = 0.15
 """How far a prediction may be from what was measured."""
@@ -68,7 +66,7 @@ class Contest:
             self._launch(name, ["--set", f"data.batch={prompts}"])
         runs = [str(self.scratch / f"{name}-{self.times}") for name in ("half", "whole")]
         planned = subprocess.run([sys.executable, "-m", "distflow.cli", "plan", "grpo", "--cluster", str(self.cluster),
-                                  *_set(self.settings), "--from", *runs, "--out", str(self.plan)], cwd=ROOT,
+                                  *with_set(self.settings), "--from", *runs, "--out", str(self.plan)], cwd=ROOT,
                                  check=True, stdout=subprocess.PIPE, text=True).stdout
         best = re.search(r"an iteration: ([\d.]+) s", planned)
         assert best, planned
@@ -94,7 +92,7 @@ class Contest:
         folder = self.scratch / f"{name}-{self.times}"
         with ranks(2) as slowed:
             run = [*slowed.join, sys.executable, "distflow/launch.py", "--dag", "grpo", "--name", folder.name,
-                   *_set([*self.settings, f"steps={self.given.steps}"]), *more]
+                   *with_set([*self.settings, f"steps={self.given.steps}"]), *more]
             self._said([within(name, *_torchrun(number, used), *run) for number, name in enumerate(self.names[:used])],
                        lambda: _begin(slowed, folder, self.times))
         return median(step["seconds"] for step in steps_of(folder)[_WARM:])
@@ -105,9 +103,9 @@ class Contest:
         Raises:
             SystemExit: one failed; shows their last lines.
         """
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         with open(self.scratch / "log", "w+") as log:
-            started = [subprocess.Popen(each, cwd=ROOT, stdout=log, stderr=log, env=environment) for each in commands]
+            started = [subprocess.Popen(each, cwd=ROOT, stdout=log, stderr=log, env=environment(PYTHONPATH=str(ROOT)))
+                       for each in commands]
             try:
                 done = False
                 while None in (codes := [process.poll() for process in started]) and not any(codes):
@@ -136,10 +134,6 @@ def _begin(slowed: Slowed, folder: Path, times: int) -> bool:
     if begun:
         slowed.begin([1.0, 1.0 / times])
     return begun
-
-
-def _set(settings: Sequence[str]) -> list[str]:
-    return [word for setting in settings for word in ("--set", setting)]
 
 
 def cluster(times: int, megabit: float) -> dict:

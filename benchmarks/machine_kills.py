@@ -26,11 +26,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.cluster import ROOT, Cluster, RunLost
+from benchmarks.cluster import Cluster, RunLost
 from benchmarks.etcd import Etcd
 from benchmarks.fault_matrix import SETTINGS, differences, write_dag
-from benchmarks.modes import run_once, steps_of
 from benchmarks.ratio import Spread, add_size, conclude, options, parsed
+from benchmarks.runs import run_once, steps_of, with_set
 from distflow.telemetry.ettr import read
 
 RANKS = 3
@@ -53,12 +53,11 @@ COURSES = {"async": Course(False, (2, 5), (SLOW,)), "semi_sync": Course(True, (4
 def run_with_kills(scratch: Path, name: str, dag: Path, settings: tuple[str, ...], gaps: Sequence[int],
                    draw: random.Random, etcd: Etcd) -> Path:
     """Run on machines, of which one is killed after each of `gaps` steps; return the run's folder."""
-    words = [word for setting in (f"output={scratch}", *settings) for word in ("--set", setting)]
-    line = ["--dag", str(dag), "--run-file", "embedded.yaml", "--name", name, *words, "--machines", f"2:{RANKS}"]
+    line = ["--dag", str(dag), "--run-file", "embedded.yaml", "--name", name, "--machines", f"2:{RANKS}",
+            *with_set((f"output={scratch}", *settings))]
     logs = scratch / f"{name}-machines"
     logs.mkdir()
     cluster = Cluster(logs, scratch / name, line, store=etcd.address(name))
-    cluster.environment["PYTHONPATH"] = str(ROOT)
     try:
         for number in range(RANKS + 1):
             cluster.start(f"machine-{number}")
@@ -78,7 +77,7 @@ def run_with_kills(scratch: Path, name: str, dag: Path, settings: tuple[str, ...
 
 def done_in(folder: Path) -> int:
     """Return the newest step in a run's metrics."""
-    return max((line["step"] for line in steps_of(folder)), default=0) if (folder / "metrics.jsonl").is_file() else 0
+    return max((line["step"] for line in steps_of(folder)), default=0)
 
 
 def flags(arguments: list[str] | None) -> Namespace:

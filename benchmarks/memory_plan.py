@@ -12,11 +12,8 @@ Run by hand:  python -m benchmarks.memory_plan
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,8 +22,9 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.modes import ROOT
+from benchmarks.contender import kilobytes
 from benchmarks.ratio import Spread, conclude, options, parsed
+from benchmarks.runs import ROOT, environment, run_command
 from distflow.config.load import load
 from planners import plan as make_plan
 from planners.memory import needed
@@ -80,8 +78,7 @@ def peak_of(command: list[str]) -> int:
     Raises:
         SystemExit: it failed; shows its last lines.
     """
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | AT_ONCE
-    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
+    with subprocess.Popen(command, cwd=ROOT, env=environment(**AT_ONCE), text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT) as process:
         said: list[str] = []
         assert process.stdout is not None
@@ -89,7 +86,7 @@ def peak_of(command: list[str]) -> int:
         reader.start()
         root, peak = psutil.Process(process.pid), 0
         while process.poll() is None:
-            peak = max([peak, *(peak_memory(each.pid) for each in children(root))])
+            peak = max([peak, *(1024 * kilobytes(each.pid, "VmHWM") for each in children(root))])
             time.sleep(0.1)  # the processor is the run's
         reader.join()
     if process.returncode:
@@ -104,15 +101,6 @@ def children(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def peak_memory(pid: int) -> int:
-    """Return the peak of a process in bytes; 0 if it has ended."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
 def run(scratch: Path, case: Case, model: str) -> tuple[int, int]:
     """Return the bytes that the planner counts for a run, in host memory too, and the run's peak."""
     data = scratch / f"rows-{case.long_tailed}.jsonl"
@@ -120,10 +108,8 @@ def run(scratch: Path, case: Case, model: str) -> tuple[int, int]:
     settings = [f"output={scratch}", f"roles.actor.model={model}", f"data.train={data}", *COMMON,
                 *case.settings]
     plan = make_plan(load(case.dag, "embedded_sft.yaml", [*settings, *case.counted]), 1)
-    line = ["--dag", case.dag, "--run-file", "embedded_sft.yaml", "--name",
-            f"{case.name.replace(' ', '-')}-{model == TINY}", *(word for each in settings for word in ("--set", each))]
-    peak = peak_of([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
-                    str(ROOT / "distflow/launch.py"), *line])
+    name = f"{case.name.replace(' ', '-')}-{model == TINY}"
+    peak = peak_of(run_command(case.dag, "embedded_sft.yaml", name, 1, settings))
     return needed(plan.memory) + sum(item.bytes for item in plan.host_memory), peak
 
 

@@ -27,11 +27,7 @@ Run by hand:  python -m benchmarks.modes
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections import Counter
@@ -43,11 +39,10 @@ from typing import Any, get_args
 
 import yaml
 
-from benchmarks.control_group import joining
 from benchmarks.ratio import add_size, conclude, interleaved, interval_of, options, parsed, ratios
+from benchmarks.runs import ROOT, run_once, steps_of
 from distflow.config.run import Run
 
-ROOT = Path(__file__).resolve().parents[1]
 RANKS, GROUP = 2, 8
 GOALS = {"async": 1.5, "semi_sync": 1.5}
 AHEAD = {"semi_sync": 1, "semi_sync, unordered": 1, "semi_sync, alone": 1, "semi_sync, alone, unordered": 1,
@@ -137,30 +132,6 @@ class Contest:
             "data.train=arithmetic/tool_demonstrations.jsonl", "data.batch=48", "validation=null",
             f"steps={30 if self.given.quick else 120}"))
         return made / "model"
-
-
-def run_once(scratch: Path, name: str, dag: Path, run_file: str, ranks: int, settings: Sequence[str],
-             restarts: int = 0, group: Path | None = None) -> Path:
-    """Run once, in a control group if there is one, where torchrun may start again; return the run's folder.
-
-    Raises:
-        SystemExit: it failed; shows its last lines.
-    """
-    words = [word for setting in (f"output={scratch}", *settings) for word in ("--set", setting)]
-    torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}")
-    command = [sys.executable, "-m", *torchrun, str(ROOT / "distflow/launch.py"), "--dag", str(dag),
-               "--run-file", run_file, "--name", name, *words]
-    command = [*joining(group), *command] if group else command
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False,
-                          env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
-    if done.returncode:
-        raise SystemExit(f"{done.stdout[-2000:]}{done.stderr[-6000:]}\nthis command failed: {' '.join(command)}")
-    return scratch / name
-
-
-def steps_of(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "seconds" in line]
 
 
 def judge(courses: Sequence[dict[str, Course]], side: str, skip: int, equal: bool) -> bool:

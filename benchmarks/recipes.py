@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -20,12 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.ratio import interval_of  # noqa: E402 - needs the path above
-from distflow.telemetry.accuracy import interval  # noqa: E402 - needs the path above
-from distflow.telemetry.run_reader import RunReader  # noqa: E402 - needs the path above
+from benchmarks.ratio import interval_of
+from benchmarks.runs import ROOT, environment, with_set
+from distflow.telemetry.accuracy import interval
+from distflow.telemetry.run_reader import RunReader
 
 RUNS, RESULTS = ROOT / "runs/recipes", ROOT / "benchmarks/results/recipes.json"
 STAGES = {"sft": ("#6e7781", "SFT"), "grpo": ("#1f6feb", "GRPO"), "control": ("#d97706", "more SFT instead")}
@@ -82,13 +79,13 @@ class Study:
         own = {"grpo": f"{self.recipe}.yaml", "evaluate": f"evaluate_{self.recipe}.yaml"}
         dag = f"examples/recipes/{self.recipe}/{own[run]}" if self.recipe in CONVERSING and run in own else run
         return ["run", dag, "--run", f"examples/recipes/{self.recipe}/{run}_run.yaml", "--name", folder.name,
-                *(word for setting in settings for word in ("--set", setting))]
+                *with_set(settings)]
 
     def launch(self, stage: str) -> None:
         """Run a stage to its end, unless it has ended. Raises CalledProcessError: it has failed, and said why."""
         if RunReader(self.folder(stage)).state != "has finished":
             subprocess.run([sys.executable, "-m", "distflow.cli", *self.command(stage)], cwd=ROOT, check=True,
-                           env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ, "PYTHONPATH": str(ROOT)})
+                           env=environment(PYTHONPATH=str(ROOT)))
 
     def results(self) -> dict[str, Any]:
         """Return what the stages that have ended have come to, by stage."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 
+from benchmarks.contender import kilobytes
 from benchmarks.rows import PER_TOKEN
 from distflow.data.assignment import RowCounts
 from distflow.data.batch import Batch, Ragged
@@ -46,14 +46,9 @@ def route(ranks: int, rows: int, repeat: int) -> float:
 
 def main(ranks: int) -> None:
     route(8, 16, 0)
-    before = _peak()
+    before = kilobytes("self", "VmHWM")
     seconds = [route(ranks, 16, repeat) for repeat in range(6)][1:]
-    print(statistics.median(seconds), min(seconds), max(seconds), _peak() - before)
-
-
-def _peak() -> int:
-    """Return the most memory that this process has had, in KiB."""
-    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+    print(statistics.median(seconds), min(seconds), max(seconds), kilobytes("self", "VmHWM") - before)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import random
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -26,9 +25,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.contender import ROOT
-from benchmarks.modes import steps_of
-from benchmarks.ratio import Spread, conclude, options, parsed
+from benchmarks.ratio import Spread, add_size, conclude, options, parsed
+from benchmarks.runs import ROOT, environment, run_command, steps_of
 from distflow.cli import main as distflow
 from distflow.telemetry.ettr import read
 from distflow.telemetry.processes import parent
@@ -84,12 +82,6 @@ def look(mark: str, torchrun: int, courses: dict[int, Course]) -> None:
                 course.descriptors.append(len(os.listdir(f"/proc/{process}/fd")))
 
 
-def done_in(folder: Path) -> int:
-    """Steps."""
-    metrics = folder / "metrics.jsonl"
-    return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
-
-
 def inject(folder: Path, draw: random.Random) -> str:
     """Break one worker; what was done, or nothing where that worker was not ready."""
     kind, rank = draw.choice(("kill", "kill", "stop")), draw.randrange(RANKS)
@@ -103,25 +95,22 @@ def soak(scratch: Path, given: Namespace) -> tuple[dict[int, Course], Counter, l
     mark, temporary = f"{MARK}={uuid.uuid4().hex}", scratch / "tmp"
     temporary.mkdir()
     shared = set(os.listdir("/dev/shm"))
-    words = [word for setting in (f"output={scratch}", *SETTINGS) for word in ("--set", setting)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}",
-               str(ROOT / "distflow/launch.py"), "--dag", "grpo.yaml", "--run-file", "embedded.yaml", "--name", "soak",
-               *words]
+    command = run_command("grpo.yaml", "embedded.yaml", "soak", RANKS, (f"output={scratch}", *SETTINGS))
     courses: dict[int, Course] = {}
     faults: Counter = Counter()
     draw = random.Random(0)
     with (scratch / "output").open("w") as output:
         run = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output,
-                               env=os.environ | dict([mark.split("=")]) | {"TMPDIR": str(temporary)})
+                               env=environment(TMPDIR=str(temporary)) | dict([mark.split("=")]))
     end = time.monotonic() + 60 * given.minutes
     due, step = time.monotonic() + given.every, 0
     while time.monotonic() < end and run.poll() is None:
         look(mark, run.pid, courses)
         # two failures in one step are a mistake in a program, and end a run
-        ready = time.monotonic() > due and done_in(scratch / "soak") > step + 1
+        ready = time.monotonic() > due and len(steps_of(scratch / "soak")) > step + 1
         if ready and (what := inject(scratch / "soak", draw)):
             faults[what.partition(" ")[0]] += 1
-            due, step = time.monotonic() + given.every, done_in(scratch / "soak")
+            due, step = time.monotonic() + given.every, len(steps_of(scratch / "soak"))
         time.sleep(LOOK)
     early = run.poll() is not None
     run.send_signal(signal.SIGTERM)
@@ -143,12 +132,9 @@ def leftovers(mark: str, shared: set[str], temporary: Path) -> list[str]:
 
 def flags(arguments: list[str] | None) -> Namespace:
     parser = options(__doc__, repeats=None)
-    parser.add_argument("--minutes", type=float, help="default 30, with --quick 0.7")
-    parser.add_argument("--every", type=float, help="seconds between two faults; default 20, with --quick 8")
-    given = parsed(parser, arguments)
-    given.minutes = given.minutes or (0.7 if given.quick else 30.0)
-    given.every = given.every or (8.0 if given.quick else 20.0)
-    return given
+    add_size(parser, "minutes", 30.0, 0.7, "of the run")
+    add_size(parser, "every", 20.0, 8.0, "seconds between two faults")
+    return parsed(parser, arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -30,18 +30,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
 
-import torch  # noqa: E402 - needs the path above
-
-from benchmarks.contender import Contender, await_calm, serve  # noqa: E402
-from benchmarks.peer_environment import peer_python  # noqa: E402
-from benchmarks.ratio import Spread, conclude, interleaved, options, parsed, ratios  # noqa: E402
-from distflow.data.batch import Batch, Ragged  # noqa: E402
-from distflow.data.row_copies import COPIES  # noqa: E402
-from distflow.dock import Consumer, DockClient, StorageShardServer  # noqa: E402
-from distflow.dock.process import start  # noqa: E402
+from benchmarks.contender import Contender, await_calm, serve
+from benchmarks.peer_environment import peer_python
+from benchmarks.ratio import Spread, conclude, interleaved, options, parsed, ratios
+from distflow.data.batch import Batch, Ragged
+from distflow.data.row_copies import COPIES
+from distflow.dock import Consumer, DockClient, StorageShardServer
+from distflow.dock.process import start
 
 GOAL, BUSIEST_GOAL, CLIENTS, SHARD_COUNTS = 2.0, 1.05, (1, 2, 4, 8), (1, 2, 4, 8)
 COPIES_GOAL, SHAPES, WARM = 8.0, ((1024, 2048), (2048, 1024), (4096, 512)), 3

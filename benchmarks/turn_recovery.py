@@ -21,7 +21,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -30,9 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contender import ROOT
-from benchmarks.modes import run_once, steps_of
 from benchmarks.ratio import Spread, add_size, conclude, options, parsed
+from benchmarks.runs import ROOT, environment, run_command, run_once, steps_of
 from distflow.telemetry.ettr import read
 from distflow.telemetry.processes import children
 
@@ -78,14 +76,10 @@ class Course:
     def run(self, wanted: int) -> None:
         """Break it so many times, let it do a step more, and end it."""
         ranks, apart = RANKS[self.mode]
-        words = [word for setting in (f"output={self.scratch}", *SETTINGS, f"seed={self.seed}", "steps=100000",
-                                      f"mode={self.mode}", *apart) for word in ("--set", setting)]
-        line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-                str(ROOT / "distflow/launch.py"), "--dag", str(self.dag), "--run-file", "embedded.yaml", "--name",
-                self.folder.name, *words]
+        line = run_command(self.dag, "embedded.yaml", self.folder.name, ranks, (
+            f"output={self.scratch}", *SETTINGS, f"seed={self.seed}", "steps=100000", f"mode={self.mode}", *apart))
         said = (self.scratch / f"{self.folder.name}.txt").open("w+")
-        with said, subprocess.Popen(line, cwd=ROOT, stdout=said, stderr=said,
-                                    env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}) as run:
+        with said, subprocess.Popen(line, cwd=ROOT, stdout=said, stderr=said, env=environment()) as run:
             try:
                 self._await(run, lambda: len(self.steps()) >= 1)
                 while len(self.kills) < wanted:
@@ -101,7 +95,7 @@ class Course:
                 run.kill()
 
     def steps(self) -> list[dict[str, Any]]:
-        return steps_of(self.folder) if (self.folder / "metrics.jsonl").exists() else []
+        return steps_of(self.folder)
 
     def _await(self, run: subprocess.Popen, there: Any) -> None:
         until = time.monotonic() + PATIENCE

@@ -23,28 +23,23 @@ import multiprocessing
 import os
 import secrets
 import socket
-import sys
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import numpy
+import torch
 
-import numpy  # noqa: E402 - needs the path above
-import torch  # noqa: E402
-
-from benchmarks.ratio import Spread, conclude, interleaved, options, parsed  # noqa: E402
-from distflow.config.models import missing_transport  # noqa: E402
-from distflow.rpc.shared_memory import MemoryAddress  # noqa: E402
-from distflow.store.interface import Store  # noqa: E402
-from distflow.store.tcp import TCPStoreClient, store_on  # noqa: E402
-from distflow.weights.publisher import Publisher  # noqa: E402
-from distflow.weights.puller import Puller  # noqa: E402
-from distflow.weights.sources import SourceClient, SourceConnections  # noqa: E402
-from distflow.weights.transport import transports  # noqa: E402
-from distflow.weights.transport.memory import LockedMemory  # noqa: E402
+from benchmarks.ratio import Spread, conclude, interleaved, options, parsed
+from distflow.config.models import missing_transport
+from distflow.rpc.shared_memory import MemoryAddress
+from distflow.store.interface import Store
+from distflow.store.tcp import TCPStoreClient, store_on
+from distflow.weights.publisher import Publisher
+from distflow.weights.puller import Puller
+from distflow.weights.sources import SourceClient, SourceConnections
+from distflow.weights.transport import transports
+from distflow.weights.transport.memory import LockedMemory
 
 TRANSPORTS = [way for way in ("memory", "ucx", "tcp") if not missing_transport(way)]
 GOAL, MIB = 0.8, 1 << 20

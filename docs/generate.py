@@ -135,8 +135,8 @@ def algorithm_pages() -> dict[str, str]:
 _PICTURE = """
 ![Held-out accuracy]({name}.svg)
 
-Held-out accuracy on the embedded arithmetic task, {steps} steps from the demonstration's weak model (`python
-benchmarks/algorithms.py --curves FILE`). A line is a seed ({seeds}), a dot a validation over 240 problems.
+Held-out accuracy on the embedded arithmetic task, {steps} steps from the demonstration's weak model (`python -m
+benchmarks.algorithms --curves FILE`). A line is a seed ({seeds}), a dot a validation over 240 problems.
 """
 _ALGORITHM = """# `{name}`
 
