@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from benchmarks.ratio import Spread, conclude
 from benchmarks.runs import ROOT, run_once
 
 BATCH, MEASURE = 32, "validation/heldout"
@@ -106,10 +107,8 @@ def report(chosen: list[Case], options: argparse.Namespace, found: dict[tuple[st
     gains = {case.dag: [after - before for before, after in (found[case.dag, seed] for seed in options.seeds)]
              for case in chosen}
     least = min(gains, key=lambda dag: median(gains[dag]))
-    print(json.dumps({
-        "claim": f"gain in held-out accuracy of the algorithm that gains least ({least}) in {options.steps} steps",
-        "value": round(median(gains[least]), 4), "unit": "accuracy", "low": round(min(gains[least]), 4),
-        "high": round(max(gains[least]), 4), "goal": 0.05, "met": min(gains[least]) >= 0.05}))
+    conclude(f"gain in held-out accuracy of the algorithm that gains least ({least}) in {options.steps} steps",
+             Spread.of(gains[least]), 0.05, unit="accuracy", holds=min(gains[least]) >= 0.05)
 
 
 if __name__ == "__main__":

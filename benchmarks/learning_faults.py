@@ -6,7 +6,7 @@
     curves    print the metric that shows each fault, for its page
 
 A planted run is healthy up to its step `FIRST`, unless the fault is one of the start. Run by hand, some of them or all:
-python benchmarks/learning_faults.py record [NAME …];  python benchmarks/learning_faults.py judge
+python -m benchmarks.learning_faults record [NAME …];  python -m benchmarks.learning_faults judge
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.ratio import Spread, conclude
+from benchmarks.runs import ROOT
+from distflow.telemetry.learning import faults_of, main_fault
+from distflow.telemetry.run_reader import RunReader
+
 RESULTS = ROOT / "benchmarks/results/learning_faults.json"
 LONG_RESULTS, TOOL_MODEL = ROOT / "runs/learning_faults_long.json", ROOT / "runs/learning_faults_tools"
 STEPS, FIRST, BATCH, ROWS, HELD_OUT = 32, 13, 8, 64, 80
@@ -182,9 +186,8 @@ def long() -> Iterator[Run]:
 def healthy() -> Iterator[Run]:
     """Yield a run of each shipped algorithm, and more of two tasks."""
     size = "nodes.rollout.with.group_size=8"
-    more = {"dr_grpo": ("nodes.update.with.fixed_length=24",), "dapo": (size, "nodes.overlong.with.max_length=24"),
-            "cispo": (size,), "reinforce_pp": (size,), "remax": (size,), "ppo": ("roles.critic.learning_rate=1e-3",),
-            "solver_reviser": (), "dpo": ("nodes.update.with.beta=0.5",)}
+    more = MORE | {"dapo": (size, *MORE["dapo"]), "cispo": (size,), "reinforce_pp": (size,), "remax": (size,),
+                   "dpo": ("nodes.update.with.beta=0.5",), "sft": ()}
     for dag in ("grpo", "near_miss", "ppo", "dapo", "rloo", "gspo", "dr_grpo", "cispo", "reinforce_pp", "remax",
                 "pf_ppo", "online_dpo", "dpo", "sft", "solver_reviser"):
         yield Run(f"healthy/{dag}", dag, settings=more.get(dag, ()), reward=DENSE if dag == "near_miss" else None)
@@ -274,7 +277,6 @@ def _train_tool_model() -> None:
 
 def _preload() -> None:
     """Import what every run needs once, and say to launch.py what torchrun would."""
-    sys.path[:0] = [str(ROOT)]
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
                    "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     import workers.functions.updates
@@ -319,8 +321,6 @@ def _in_fork(run: Run, scratch: Path) -> int:
 
 def _series(run: Run, folder: Path) -> dict[str, Any]:
     """Return the metrics of a run by name, each a value a step or null, and its settings."""
-    from distflow.telemetry.run_reader import RunReader
-
     reader = RunReader(folder)
     steps = [line for line in reader.steps() if line["step"]]
     names = sorted({name for line in steps for name in line if not name.startswith(LEFT_OUT)} - {"step"})
@@ -349,8 +349,6 @@ def _lines(run: dict[str, Any]) -> list[dict[str, Any]]:
 
 def judge() -> None:
     """Print what the detectors say of each recorded run, and how good that is."""
-    from distflow.telemetry.learning import faults_of, main_fault
-
     recorded: dict[str, Any] = json.loads(RESULTS.read_text())
     causes = {run.name: run.causes for run in everything()}
     late, detected, named, steps, false = list[int](), list[str](), list[str](), 0, list[str]()
@@ -378,16 +376,12 @@ def judge() -> None:
     shares = [sum(name.startswith(task) for name in detected) /
               max(sum(bool(run["first"]) for name, run in recorded.items() if name.startswith(task)), 1)
               for task in ("grpo/", "near_miss/")]
-    print(json.dumps({
-        "claim": "planted faults of learning that are detected", "value": round(len(detected) / faulty, 3),
-        "unit": "share", "low": round(min(shares), 3), "high": round(max(shares), 3), "goal": 0.9,
-        "met": len(detected) >= 0.9 * faulty and not false}))
+    conclude("planted faults of learning that are detected", Spread(len(detected) / faulty, min(shares), max(shares)),
+             0.9, unit="share", holds=not false)
 
 
 def curves() -> None:
     """Print the curves of the planted runs as a table, for docs/learning_faults.md."""
-    from distflow.telemetry.learning import faults_of, main_fault
-
     shown = range(3, STEPS, 4)
     print(f"| fault | metric | {' | '.join(f'step {at + 1}' for at in shown)} | detected | by |")
     print(f"|---|---|{'---|' * len(shown)}---|---|")
@@ -408,7 +402,6 @@ def main() -> None:
     if options.what in ("record", "long"):
         record(options.names, *((everything(), RESULTS) if options.what == "record" else ([*long()], LONG_RESULTS)))
     else:
-        sys.path[:0] = [str(ROOT)]
         judge() if options.what == "judge" else curves()
 
 

@@ -20,12 +20,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from benchmarks.contender import kilobytes
 from benchmarks.ratio import Spread, conclude, options, parsed
 from benchmarks.runs import ROOT, environment, run_command
 from distflow.config.load import load
+from distflow.telemetry.processes import descendants
 from planners import plan as make_plan
 from planners.memory import needed
 
@@ -84,21 +83,14 @@ def peak_of(command: list[str]) -> int:
         assert process.stdout is not None
         reader = threading.Thread(target=said.extend, args=(process.stdout,))
         reader.start()
-        root, peak = psutil.Process(process.pid), 0
+        peak = 0
         while process.poll() is None:
-            peak = max([peak, *(1024 * kilobytes(each.pid, "VmHWM") for each in children(root))])
+            peak = max([peak, *(1024 * kilobytes(each, "VmHWM") for each in descendants(process.pid))])
             time.sleep(0.1)  # the processor is the run's
         reader.join()
     if process.returncode:
         raise SystemExit(f"{''.join(said)[-4000:]}\nthis command failed: {' '.join(command)}")
     return peak
-
-
-def children(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
 
 
 def run(scratch: Path, case: Case, model: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -71,6 +71,11 @@ def interleaved(sides: dict[str, Callable[[int], T]], repeats: int) -> list[dict
 def ratios(pairs: Sequence[dict[str, T]], over: str, under: str, value: Callable[[T], float]) -> Spread:
     """`over` divided by `under`, for each repeat on its own."""
     return Spread.of([value(pair[over]) / value(pair[under]) for pair in pairs])
+
+
+def least(spreads: Iterable[Spread]) -> Spread:
+    """Return the one with the lowest median."""
+    return min(spreads, key=lambda spread: spread.median)
 
 
 def interval_of(values: Sequence[float]) -> tuple[float, float | None]:
