@@ -14,23 +14,9 @@ def write(path, lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def turn(row, number, done=False):
-    return {"step": 1, "row": row, "turn": number, "done": done}
-
-
 def resumed(at, rank, rows):
     return {"time": at, "step": 1, "rank": rank, "event": "conversations_resumed", "rows": [*rows],
             "turns": [*rows.values()]}
-
-
-def test_conversations_are_those_of_the_rank_that_had_them_last(tmp_path):
-    course = Course(tmp_path, "async", "Counted", 0)
-    write(course.folder / "trajectories/rank1.jsonl", [turn(7, 1), turn(7, 2), turn(8, 1), turn(9, 1, done=True),
-                                                       turn(5, 1), turn(5, 2)])
-    write(course.folder / "trajectories/rank2.jsonl", [turn(8, 2), turn(6, 4), turn(6, 5)])
-    write(course.folder / "events.jsonl", [resumed(1.0, 2, {7: 2}), resumed(2.0, 2, {5: 1})])
-    assert course._begun(1) == {5: 2}, "the other rank has gone on with 7 at that turn"
-    assert course._begun(2) == {7: 2, 8: 2}, "6 has had all its turns"
 
 
 def test_a_conversation_that_went_back_was_not_resumed(tmp_path, capsys):
