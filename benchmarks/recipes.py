@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -85,7 +86,8 @@ class Study:
         """Run a stage to its end, unless it has ended. Raises CalledProcessError: it has failed, and said why."""
         if RunReader(self.folder(stage)).state != "has finished":
             subprocess.run([sys.executable, "-m", "distflow.cli", *self.command(stage)], cwd=ROOT, check=True,
-                           env=environment(PYTHONPATH=str(ROOT)))
+                           env=environment(PYTHONPATH=str(ROOT),
+                                           OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")))
 
     def results(self) -> dict[str, Any]:
         """Return what the stages that have ended have come to, by stage."""
