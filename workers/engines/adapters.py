@@ -25,6 +25,7 @@ from distflow.config.run import Lora
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
 from workers.engines.fsdp import FSDPEngine
+from workers.engines.trainer import Reader
 
 NAME = "default"  # peft's name of the default adapter
 _PREFIX = "base_model.model."  # prefix of parameter names in peft's wrapper
@@ -67,26 +68,16 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer.set_scale(NAME, 1.0)
 
 
-class BaseEngine:
+class BaseEngine(Reader):
     """Engine of a frozen role that is the base of an adapted one; shares all its weights."""
 
     def __init__(self, engine: FSDPEngine):
         self.engine, self.device, self.mesh, self.version = engine, engine.device, engine.mesh, 0
 
-    def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
-                 routed_experts: Ragged | None = None) -> Ragged:
+    def infer(self, prompts: Ragged, responses: Ragged, temperature: float = 1.0, images: Ragged | None = None,
+              routed_experts: Ragged | None = None, top: int = 0) -> tuple[Tensor, Tensor]:
         with adapters_off(self.engine.policy):
-            return self.engine.logprobs(prompts, responses, temperature, images, routed_experts)
-
-    def entropies(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
-                  routed_experts: Ragged | None = None) -> Ragged:
-        with adapters_off(self.engine.policy):
-            return self.engine.entropies(prompts, responses, temperature, images, routed_experts)
-
-    def top_logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, count: int,
-                     images: Ragged | None = None) -> tuple[Ragged, Ragged]:
-        with adapters_off(self.engine.policy):
-            return self.engine.top_logprobs(prompts, responses, temperature, count, images)
+            return self.engine.infer(prompts, responses, temperature, images, routed_experts, top)
 
 
 def merge_adapters(model: PreTrainedModel, lora: Lora, weights: dict[str, Tensor],

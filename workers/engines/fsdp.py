@@ -247,11 +247,6 @@ class FSDPEngine(Trainer):
             if local.device.type == self.device.type:
                 yield local
 
-    def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
-                 routed_experts: Ragged | None = None) -> Ragged:
-        found = self._infer(prompts, responses, temperature, images=images, routed_experts=routed_experts)
-        return responses.with_values(found[0][: len(responses.values)])
-
     def own_logprobs(self, prompts: Ragged, responses: Ragged) -> Ragged:
         """Return the log-probabilities by the model's own code with these weights, of each row alone: by its eager
         attention, and by its own head where that is not cut by tp."""
@@ -270,34 +265,19 @@ class FSDPEngine(Trainer):
             attend_by(model, used)
         return responses.with_values(torch.cat(rows))
 
-    def entropies(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
-                  routed_experts: Ragged | None = None) -> Ragged:
-        found = self._infer(prompts, responses, temperature, images=images, routed_experts=routed_experts)
-        return responses.with_values(found[1][: len(responses.values)])
-
-    def top_logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, count: int,
-                     images: Ragged | None = None) -> tuple[Ragged, Ragged]:
-        found = self._infer(prompts, responses, temperature, count, images=images)
-        tokens, logprobs = (responses.with_values(part[: len(responses.values)]) for part in found)
-        return tokens, logprobs
-
-    def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
-        return responses.with_values(self._infer(prompts, responses)[0][: len(responses.values)])
-
-    def scores(self, prompts: Ragged, responses: Ragged) -> Tensor:
-        return self._infer(prompts, responses)[1][: len(responses)]
-
     @torch.no_grad()
-    def _infer(self, prompts: Ragged, responses: Ragged, temperature: float = 1.0, top: int = 0,
-               **more: Ragged | None) -> list[Tensor]:
-        given = {name: column for name, column in more.items() if column is not None}
+    def infer(self, prompts: Ragged, responses: Ragged, temperature: float = 1.0, images: Ragged | None = None,
+              routed_experts: Ragged | None = None, top: int = 0) -> tuple[Tensor, Tensor]:
+        given = {name: column for name, column in (("images", images), ("routed_experts", routed_experts))
+                 if column is not None}
         batch = Batch(torch.arange(len(prompts)), {"prompts": prompts, "responses": responses, **given})
         try:
             pieces = [[part.cpu() for part in self._forward(micro, temperature, top)]
                       for micro in self._micro_batches(batch)]
         finally:
             self._reshard()
-        return [torch.cat(parts) for parts in zip(*pieces)]
+        first, second = (torch.cat(parts) for parts in zip(*pieces))
+        return first, second
 
     def _accumulate(self, micros: list[Batch], loss_of: LossOf, temperature: float) -> None:
         if self.optimizer is None:

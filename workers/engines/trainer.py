@@ -31,7 +31,51 @@ token and the scores [B] of whole responses."""
 _MOST = 0.5  # share of the gradient's squared norm from which on a layer's is reported
 
 
-class Trainer(ABC):
+class Reader(ABC):
+    """A role's model that says how likely, or how good, given responses are. Methods are collective, see `Trainer`."""
+
+    @abstractmethod
+    def infer(self, prompts: Ragged, responses: Ragged, temperature: float = 1.0, images: Ragged | None = None,
+              routed_experts: Ragged | None = None, top: int = 0) -> tuple[Tensor, Tensor]:
+        """Return what the model's head gives for T response tokens of B rows, on the CPU, and placeholders' behind it.
+        A vocabulary head: log-probabilities [T] and entropies [T], or with `top` the most probable tokens [T, top] and
+        their log-probabilities. A value head: values before each token [T], and scores of whole responses [B].
+
+        `routed_experts`: the experts that the routers choose, see `workers.engines.routing`. Raises EngineError: the
+        engine does not compute this.
+        """
+
+    def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
+                 routed_experts: Ragged | None = None) -> Ragged:
+        """Return the log-probability of each response token, float32, shaped like `responses`."""
+        return _of_tokens(responses, self.infer(prompts, responses, temperature, images, routed_experts)[0])
+
+    def entropies(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
+                  routed_experts: Ragged | None = None) -> Ragged:
+        """Return the entropy of the distribution of each response token, float32, in nats, shaped like `responses`."""
+        return _of_tokens(responses, self.infer(prompts, responses, temperature, images, routed_experts)[1])
+
+    def top_logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, count: int,
+                     images: Ragged | None = None) -> tuple[Ragged, Ragged]:
+        """Return the `count` most probable tokens at each place of a response (int32 [count], the most probable first)
+        and their log-probabilities (float32)."""
+        tokens, logprobs = self.infer(prompts, responses, temperature, images, top=count)
+        return _of_tokens(responses, tokens), _of_tokens(responses, logprobs)
+
+    def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
+        """Return the value before each response token, float32, shaped like `responses`."""
+        return _of_tokens(responses, self.infer(prompts, responses)[0])
+
+    def scores(self, prompts: Ragged, responses: Ragged) -> Tensor:
+        """Return [B] float32, the value at the end of each response."""
+        return self.infer(prompts, responses)[1][: len(responses)]
+
+
+def _of_tokens(responses: Ragged, found: Tensor) -> Ragged:
+    return responses.with_values(found[: len(responses.values)])
+
+
+class Trainer(Reader):
     """One role's model, spread over the ranks of its layout. Methods are collective: every rank calls them with the
     rows of its data-parallel share; ranks that split one copy of the model get the same results."""
 
@@ -46,32 +90,6 @@ class Trainer(ABC):
         self.layer_shares: dict[str, float] = {}  # metrics of the step's gradient
         self.shape: Shape | None  # of a model whose FLOPs are known
         self.peak = peak_of(torch.cuda.get_device_name()) if mesh.device_type == "cuda" else None
-
-    @abstractmethod
-    def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
-                 routed_experts: Ragged | None = None) -> Ragged:
-        """Return the log-probability of each response token, float32, shaped like `responses`. `routed_experts`: the
-        experts that the routers choose, see `workers.engines.routing`."""
-
-    @abstractmethod
-    def entropies(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
-                  routed_experts: Ragged | None = None) -> Ragged:
-        """Return the entropy of the distribution of each response token, float32, in nats, shaped like `responses`."""
-
-    def top_logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, count: int,
-                     images: Ragged | None = None) -> tuple[Ragged, Ragged]:
-        """Return the `count` most probable tokens at each place of a response (int32 [count], the most probable first)
-        and their log-probabilities (float32)."""
-        raise EngineError(f"the engine `{self.settings.engine}` gives log-probabilities of the responses' own tokens "
-                          "alone. Give this role  engine: fsdp")
-
-    @abstractmethod
-    def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
-        """Return the value before each response token, float32, shaped like `responses`."""
-
-    @abstractmethod
-    def scores(self, prompts: Ragged, responses: Ragged) -> Tensor:
-        """Return [B] float32, the value at the end of each response."""
 
     def update(self, batch: Batch, loss_of: LossOf, temperature: float, step: int,
                together: bool = False) -> dict[str, float]:

@@ -87,34 +87,22 @@ class MegatronEngine(Trainer):
                                  dtype, self.device)
         return stage
 
-    def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
-                 routed_experts: Ragged | None = None) -> Ragged:
-        return responses.with_values(self._infer(prompts, responses, temperature, images, routed_experts)[0])
-
-    def entropies(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
-                  routed_experts: Ragged | None = None) -> Ragged:
-        return responses.with_values(self._infer(prompts, responses, temperature, images, routed_experts)[1])
-
-    def _infer(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None,
-               routed_experts: Ragged | None) -> Tensor:
+    def infer(self, prompts: Ragged, responses: Ragged, temperature: float = 1.0, images: Ragged | None = None,
+              routed_experts: Ragged | None = None, top: int = 0) -> tuple[Tensor, Tensor]:
         if images is not None:
             raise EngineError("the Megatron engine reads no images. Train this model with  engine: fsdp")
+        if top:
+            raise EngineError(_OWN_TOKENS)
         routed = {} if routed_experts is None else {"routed_experts": routed_experts}
         batch = Batch(torch.arange(len(prompts)), {"prompts": prompts, "responses": responses, **routed})
         with torch.no_grad():
             found = self._passes(self._micro_batches(batch), temperature, None)
-        return torch.cat(found, 1).cpu()[:, : len(responses.values)]
-
-    def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
-        raise EngineError(_NO_VALUES)
-
-    def scores(self, prompts: Ragged, responses: Ragged) -> Tensor:
-        raise EngineError(_NO_VALUES)
+        logprobs, entropies = torch.cat(found, 1).cpu()
+        return logprobs, entropies
 
     def _accumulate(self, micros: list[Batch], loss_of: LossOf, temperature: float) -> None:
         if any("candidates" in micro.columns for micro in micros):
-            raise EngineError("the Megatron engine trains on the log-probabilities of the responses' own tokens alone. "
-                              "Give this role  engine: fsdp")
+            raise EngineError(_OWN_TOKENS)
         self.zero_grad()
         found = self._passes(micros, temperature, loss_of)
         if not self.last:  # what a loss reports of its rows is to be known on every rank of the share
@@ -197,7 +185,8 @@ class MegatronEngine(Trainer):
         return () if self.adam is None else self.adam.gradients()
 
 
-_NO_VALUES = "the Megatron engine has no value head. Give this role  engine: fsdp"
+_OWN_TOKENS = ("the Megatron engine gives log-probabilities of the responses' own tokens alone. Give this role  "
+               "engine: fsdp")
 
 
 def _summed(model: list[nn.Module], _: Tensor | None = None, **options: Any) -> None:
