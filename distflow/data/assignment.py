@@ -31,10 +31,6 @@ _TOLERANCE = 1.01
 _ROWS = 1.05
 """How many more units than the mean a share may get so that they stay together."""
 
-_AT_ONCE = 64
-"""Shares from which on units are placed many at a time; for fewer, one by one costs less."""
-_LARGEST = np.iinfo(np.int64).max
-
 _RUNS, _ONE_BY_ONE = 4, 16
 """Runs of units that a share gets, from all over the step, and units that are placed one by one to even loads out."""
 
@@ -66,47 +62,14 @@ def _greedy(sizes: np.ndarray, shares: int, fixed: np.ndarray) -> np.ndarray:
 def _lightest_first(sizes: np.ndarray, loads: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the share of each of `sizes` [units], which descend: the one that is the lightest when its turn comes, of
     equally light ones that with the fewest units, and of those the first. `loads`, `counts`: [shares]."""
-    shares, most = len(loads), int(counts.max(initial=0)) + len(sizes) + 1
-    # no share that is the lightest has more than the mean
-    heaviest = max(int(loads.max()), (int(loads.sum()) + int(sizes.sum())) // shares + int(sizes.max(initial=0)))
-    if shares < _AT_ONCE or (heaviest + 1) * most * shares > _LARGEST:
-        keys = [(load * most + count) * shares + share
-                for share, (load, count) in enumerate(zip(loads.tolist(), counts.tolist()))]
-        heapq.heapify(keys)
-        steps = [(size * most + 1) * shares for size in sizes.tolist()]
-        return np.array(_assign_by_heap(keys, steps, shares), np.int64)
-    keys = np.sort((loads * most + counts) * shares + np.arange(shares))
-    return _assign_in_waves(keys, (sizes * most + 1) * shares, shares)
-
-
-def _assign_by_heap(heap: list[int], steps: Sequence[int], shares: int) -> list[int]:
-    """Return the share of each unit. `heap`: a number for each share, which begins with its load and ends with the
-    share's own; `steps`: by how much a unit raises it."""
-    chosen = []
-    for step in steps:
+    shares, most, chosen = len(loads), int(counts.max(initial=0)) + len(sizes) + 1, []
+    heap = [(load * most + count) * shares + share  # one number sorts by all three
+            for share, (load, count) in enumerate(zip(loads.tolist(), counts.tolist()))]
+    heapq.heapify(heap)
+    for size in sizes.tolist():
         chosen.append(heap[0] % shares)
-        heapq.heapreplace(heap, heap[0] + step)
-    return chosen
-
-
-def _assign_in_waves(keys: np.ndarray, steps: np.ndarray, shares: int) -> np.ndarray:
-    """Return what `_assign_by_heap` does, many units at a time. `keys` ascend: the next units go to one share after the
-    other, as long as the next share is lighter than all that have just got one."""
-    chosen, done = np.empty(len(steps), np.int64), 0
-    while done < len(steps):
-        after = keys[: len(steps) - done] + steps[done : done + shares]
-        heavier = np.minimum.accumulate(after)[:-1] < keys[1 : len(after)]
-        wave = int(heavier.argmax()) + 1 if heavier.any() else len(after)
-        if wave < len(after) // _AT_ONCE:  # few shares are much lighter than all others
-            heap, wave = keys.tolist(), len(after)
-            chosen[done : done + wave] = _assign_by_heap(heap, steps[done : done + wave].tolist(), shares)
-            keys = np.array(heap)
-        else:
-            chosen[done : done + wave] = keys[:wave] % shares
-            keys[:wave] = after[:wave]
-        keys.sort()
-        done += wave
-    return chosen
+        heapq.heapreplace(heap, heap[0] + (size * most + 1) * shares)
+    return np.array(chosen, np.int64)
 
 
 def _many(sizes: np.ndarray, shares: int) -> np.ndarray | None:
@@ -163,77 +126,23 @@ def _assign_near(sizes: np.ndarray, machine_of: np.ndarray, located: np.ndarray,
         return anywhere
     heaviest = _heaviest(sizes, anywhere, shares)
     bound = int(heaviest * _TOLERANCE)
-    _fill_machines(_Machines(machine_of, located, near), sizes, near, heaviest, bound)
+    _fill_machines(sizes, machine_of, located, near, heaviest, bound)
     rest = _greedy(sizes, shares, near) if (near < 0).any() else near
     return rest if _heaviest(sizes, rest, shares) <= bound else anywhere
 
 
-class _Machines:
-    """Shares and free units by machine: those of machine `i` are `of_shares[shares[i] : shares[i + 1]]` and
-    `of_units[units[i] : units[i + 1]]`, both ascending."""
-
-    def __init__(self, machine_of: np.ndarray, located: np.ndarray, fixed: np.ndarray):
-        names, number = np.unique(machine_of, return_inverse=True)
-        numbers = np.full(int(max(names[-1], located.max(initial=-1))) + 2, -1)  # the last one is for those without
-        numbers[names] = np.arange(len(names))
-        of_unit, free = numbers[located], np.flatnonzero(fixed < 0)
-        free = free[of_unit[free] >= 0]
-        self.of_shares = np.argsort(number, kind="stable")
-        self.shares = np.searchsorted(number[self.of_shares], np.arange(len(names) + 1))
-        self.of_units = free[_stable_order(of_unit[free], len(names))]
-        self.units = np.searchsorted(of_unit[self.of_units], np.arange(len(names) + 1))
-        self.numbers = of_unit
-
-    def __len__(self) -> int:
-        return len(self.shares) - 1
-
-
-def _fill_machines(machines: _Machines, sizes: np.ndarray, near: np.ndarray, heaviest: int, bound: int) -> None:
+def _fill_machines(sizes: np.ndarray, machine_of: np.ndarray, located: np.ndarray, near: np.ndarray, heaviest: int,
+                   bound: int) -> None:
     """Assign units in `near` to shares of their own machine, as long as none exceeds `bound`."""
-    loads, counts = _taken(sizes, int(machines.shares[-1]), near)
-    units, fixed = np.diff(machines.units), np.add.reduceat(counts[machines.of_shares], machines.shares[:-1])
-    runs = (units > np.diff(machines.shares) * _ONE_BY_ONE) & (fixed == 0)
-    if units[~runs].max(initial=0) * _AT_ONCE >= units[~runs].sum() or not _fill_at_once(
-            machines, np.flatnonzero(~runs), sizes, near, (loads, counts), bound):
-        runs[:] = True
-    for machine in np.flatnonzero(runs).tolist():
-        own = machines.of_units[slice(*machines.units[machine : machine + 2])]
-        there = machines.of_shares[slice(*machines.shares[machine : machine + 2])]
-        taken = list(zip(loads[there].tolist(), counts[there].tolist(), there.tolist()))
-        near[own] = _fit_on_own_machine(sizes[own], taken, heaviest, bound)
-
-
-def _fill_at_once(machines: _Machines, chosen: np.ndarray, sizes: np.ndarray, near: np.ndarray,
-                  taken: tuple[np.ndarray, np.ndarray], bound: int) -> bool:
-    """Place the next unit of each machine at a time, with the result of `_fit_on_own_machine`. Return False, with
-    nothing placed, if the keys would exceed int64."""
-    units, shares = np.diff(machines.units)[chosen], np.diff(machines.shares)[chosen]
-    longest, widest, (loads, counts) = int(units.max()), int(shares.max()), taken
-    most = int(counts.max()) + longest + 1
-    if (max(bound, int(loads.max())) + int(sizes.max()) + 2) * most * widest > _LARGEST:
-        return False
-    heaviest = machines.of_units[_heaviest_first(sizes[machines.of_units])]
-    heaviest = heaviest[_stable_order(machines.numbers[heaviest], len(machines))]
-    there, real = _rectangle(machines.shares[:-1][chosen], shares, widest)
-    there, (unit, exists) = machines.of_shares[there], _rectangle(machines.units[:-1][chosen], units, longest)
-    unit, slots, row = heaviest[unit], np.arange(widest)[:, None], np.arange(len(chosen))
-    keys = np.where(real, (loads[there] * most + counts[there]) * widest + slots, _LARGEST)
-    steps, places = (sizes[unit] * most + 1) * widest, np.empty_like(unit)
-    for turn, step in enumerate(steps):
-        lightest = keys.min(0)
-        after, slot = lightest + step, lightest % widest
-        fits = exists[turn] & (after < (bound + 1) * most * widest)
-        keys[slot, row] = np.where(fits, after, lightest)
-        places[turn] = np.where(fits, slot, -1)
-    placed = places >= 0
-    near[unit[placed]] = there[places[placed], np.broadcast_to(row, unit.shape)[placed]]
-    return True
-
-
-def _rectangle(begins: np.ndarray, counts: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pad ranges to the longest one: indexes [longest, ranges], and a mask of those that exist."""
-    within = np.arange(longest)[:, None] < counts
-    return np.where(within, begins + np.arange(longest)[:, None], 0), within
+    loads, counts = _taken(sizes, len(machine_of), near)
+    free = np.flatnonzero(near < 0)
+    free = free[np.argsort(located[free], kind="stable")]
+    machines, begins = np.unique(located[free], return_index=True)
+    shares_of = {machine: np.flatnonzero(machine_of == machine) for machine in np.unique(machine_of).tolist()}
+    for machine, own in zip(machines.tolist(), np.split(free, begins[1:])):
+        if (there := shares_of.get(machine)) is not None:
+            taken = list(zip(loads[there].tolist(), counts[there].tolist(), there.tolist()))
+            near[own] = _fit_on_own_machine(sizes[own], taken, heaviest, bound)
 
 
 def _fit_on_own_machine(sizes: np.ndarray, taken: list[tuple[int, int, int]], heaviest: int, bound: int) -> np.ndarray:

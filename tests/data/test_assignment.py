@@ -61,10 +61,9 @@ SPREADS = {"even": lambda made: made.randint(1, 2000), "long tail": lambda made:
 
 
 @pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("shares", [64, 150])
 @pytest.mark.parametrize("settled", [False, True])
-def test_units_that_are_placed_many_at_a_time_go_where_they_would_one_by_one(spread, shares, settled):
-    made = random.Random(shares)
+def test_units_go_to_the_lightest_share_one_by_one(spread, settled):
+    made, shares = random.Random(1), 64
     weights = [SPREADS[spread](made) for _ in range(9 * shares + 5)]
     fixed = [made.randrange(shares // 4) if settled and made.random() < 0.2 else -1 for _ in weights]
     assert assign(torch.tensor(weights), shares, torch.tensor(fixed)).tolist() == one_by_one(weights, shares, fixed)
@@ -86,7 +85,7 @@ def near_one_by_one(weights: list[int], machines: list[int], at: list[int], fixe
 
 @pytest.mark.parametrize("spread", ["even", "few", "giants"])
 @pytest.mark.parametrize("settled", [False, True])
-def test_machines_that_are_filled_all_at_once_get_what_each_would_alone(spread, settled):
+def test_units_stay_on_their_machine_while_its_shares_have_room(spread, settled):
     """150 machines of 2 shares, one of them without units, and units of no machine."""
     made = random.Random(1)
     machines = [share // 2 * 2 for share in range(300)]
