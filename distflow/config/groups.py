@@ -33,8 +33,7 @@ class Groups(Document):
     """Ranks of their own for trained roles that do not sample ({critic: 1}). They train next to the first trainer, on
     the same rows in the same steps."""
     share_gpus: bool = False
-    """Allow more ranks than GPUs on a machine: its trainer and rollouts share GPUs, each with its part of the memory.
-    Ranks of one group never share a GPU."""
+    """Allow more ranks than GPUs on a machine: its trainer and rollouts share GPUs and their memory."""
 
     @property
     def of_roles(self) -> int:

@@ -25,16 +25,15 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class Fault(Document):
-    """Fault to inject once into one worker (`faults:` in the run file)."""
+    """Fault to inject once into one worker."""
 
     kind: Literal["kill", "stop", "raise", "slow", "corrupt", "cut", "fill", "memory", "oom", "machine"]
-    """kill: SIGKILL, as by a machine or the kernel. stop: SIGSTOP, the process hangs. raise: an exception. slow: sleep
-    for `seconds`. corrupt: change the newest copy in memory. cut: shut down the worker's connections once, except those
-    to the store. fill: for `seconds` no file grows beyond 64 KiB (EFBIG). memory: take memory up to a limit of the
-    process (MemoryError). oom: take memory until the kernel kills, in a control group with a limit. machine: SIGKILL of
-    everything that its torchrun has started, if machines start apart."""
+    """kill: SIGKILL. stop: SIGSTOP. raise: an exception. slow: sleep for `seconds`. corrupt: change the newest copy in
+    memory. cut: shut down the worker's connections once. fill: for `seconds` no file grows beyond 64 KiB (EFBIG).
+    memory: MemoryError. oom: take memory until the kernel kills, in a control group with a limit. machine: SIGKILL of
+    everything that its torchrun started."""
     group: Literal["trainer", "rollout", "inference"] = "trainer"
-    """Group of the worker. In mode sync all ranks are the trainer's. `rank` names a worker that trains one role."""
+    """Group of the worker; in mode sync all ranks are the trainer's."""
     rank: NonNegativeInt | None = None
     """Rank of the run; default: one of the group, drawn by the seed."""
     step: PositiveInt | None = None
@@ -42,7 +41,7 @@ class Fault(Document):
     phase: Phase | None = None
     """Phase at whose beginning it happens; default: a moment drawn by the seed."""
     share: float | None = Field(default=None, gt=0, le=1)
-    """Share of all steps but the first in which it happens, drawn by the seed, instead of one `step`."""
+    """Share of all steps but the first in which it happens, drawn by the seed."""
     seconds: PositiveFloat = 5.0
     """Duration of `slow` and `fill`."""
 
@@ -54,33 +53,29 @@ class Fault(Document):
 
 
 class Robust(Document):
-    """Recovery: what is restarted and how often, snapshots, detectors."""
+    """Recovery: restarts, snapshots, detectors."""
 
     restart: Literal["role", "task"] = "role"
-    """role: only the failed part restarts: the trainer with all its ranks, or one rollout. task: the run ends, and
-    torchrun restarts all of it from the newest checkpoint, if it has `--max-restarts` left."""
+    """role: only the failed part restarts: the trainer, or one rollout. task: torchrun restarts everything from the
+    newest checkpoint, if it has `--max-restarts` left."""
     restarts: NonNegativeInt = 20
     """Most restarts of the trainer, and of each rollout."""
     snapshots: bool = True
-    """Copy the state to host memory after each step, and in mode sync the samples of the step in progress, so that a
-    restart repeats at most one finished step. It takes the memory of weights and optimizer state twice; three times
-    while a checkpoint takes longer than a step. Without it there is one copy, for checkpoints, and a trainer continues
-    from the newest one on disk; in modes async and semi_sync the dock keeps the rows trained on since then."""
+    """Copy the state to host memory after each step, so that a restart repeats at most one finished step. Takes twice
+    the memory of weights and optimizer state, three times during a slow checkpoint. Without it a trainer continues from
+    the newest checkpoint, and takes that memory once."""
     peer_replica: bool = True
-    """Send snapshots to a second machine, so that the run continues from there if the first is lost. For machines that
-    start apart (--store). It takes the memory of weights and optimizer state twice there, and up to twice more at home
-    while sending takes longer than a step."""
+    """Send snapshots to a second machine, which takes over if the first is lost (with `--store`). Takes twice the
+    memory of weights and optimizer state there, and up to twice more at home on a slow network."""
     shutdown_timeout: PositiveFloat = 25.0
     """Seconds for the step in progress and a checkpoint after SIGTERM or Ctrl-C. Kubernetes and torchrun kill after 30
     s."""
     machine_silence: float = Field(default=30.0, ge=3)
-    """Seconds without a heartbeat (one a second) until a machine counts as lost, if machines start apart (--store)."""
+    """Seconds without a heartbeat until a machine counts as lost (with `--store`)."""
     detectors: dict[str, Literal["stop", "note", "off"] | dict[str, bool | NonNegativeFloat]] = {}
-    """Reaction of each detector of learning (docs/learning_faults.md), such as {entropy_collapse: stop}: `note` (the
-    default) reports it; `stop` ends the run and keeps the checkpoint before the fault; `off` ignores it. For other
-    detectors their settings, such as {stalled: {seconds: 600}}. `straggler` and `all_dropped` warn. `loss_spike` may
-    have a word or {restart: true}, which repeats the step from the state before it, once; a second spike is accepted
-    unless its loss is not a number."""
+    """Reaction to each fault of learning (docs/learning_faults.md), such as {entropy_collapse: stop}. note: report it.
+    stop: end the run and keep the checkpoint before the fault. off: ignore it. `loss_spike: {restart: true}` repeats
+    the step, once. Other detectors take settings: {stalled: {seconds: 600}}."""
 
     @field_validator("detectors", mode="before")
     @classmethod

@@ -35,9 +35,8 @@ class Model(Document):
     """A Hugging Face model (`model: path` for short), or a tiny architecture with random weights."""
 
     path: str | None = None
-    """A folder in Hugging Face's format (config.json, *.safetensors, tokenizer.json), or a model's name on the hub,
-    such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION. It is downloaded unless the hub's cache has it. A resumed run
-    keeps its commit. `arithmetic_sft` is shipped: a small start for the embedded task."""
+    """A Hugging Face folder, or a name on the hub: Qwen/Qwen3-0.6B, or Qwen/Qwen3-0.6B@REVISION. It is downloaded
+    unless the hub's cache has it. `arithmetic_sft` is shipped."""
     architecture: Literal["qwen3", "qwen2", "llama", "qwen3_vl", "qwen3_moe"] | None = None
     """A tiny model of this family with random weights, for trials. The keys below are its sizes."""
     layers: PositiveInt = 3
@@ -47,15 +46,15 @@ class Model(Document):
     heads: PositiveInt = 4
     """Attention heads of a layer."""
     kv_heads: PositiveInt = 2
-    """Key and value heads of a layer; they must divide `heads`."""
+    """Key and value heads of a layer, a divisor of `heads`."""
     head_dim: int = Field(default=32, ge=2, multiple_of=2)
-    """Width of an attention head, even. vLLM needs 32: its attention on CPU crashes below."""
+    """Width of an attention head. vLLM on a CPU needs 32 or more."""
     max_positions: PositiveInt = 256
-    """Longest row, prompt and response together, in tokens."""
+    """Longest row, prompt and response, in tokens."""
     experts: PositiveInt | None = None
     """Experts of each layer of a qwen3_moe (default: 8)."""
     experts_per_token: PositiveInt | None = None
-    """Experts that compute a token (default: 2). Together they are as wide as a dense layer."""
+    """Experts that compute a token (default: 2)."""
 
     @property
     def mixture(self) -> tuple[int, int] | None:
@@ -92,39 +91,35 @@ class Model(Document):
 
 
 class Generation(Document):
-    """How a role samples. Log-probabilities are computed at this temperature everywhere."""
+    """How a role samples. Log-probabilities are computed at this temperature, too."""
 
     max_new_tokens: PositiveInt = 256
     """Longest response, in tokens."""
     temperature: NonNegativeFloat = 1.0
-    """Divisor of the logits; 0 always takes the most probable token."""
+    """Divisor of the logits; 0: always the most probable token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample from the most probable tokens whose probabilities add up to this share."""
+    """Sample from the most probable tokens up to this total probability."""
     top_k: NonNegativeInt = 0
-    """Sample from this many of the most probable tokens; 0: from all."""
+    """Sample from this many of the most probable tokens; 0: all."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
-    """Sample from tokens with at least this share of the highest probability (Nguyen et al. 2024). Not with `rollout:
-    sglang`."""
+    """Sample from tokens with at least this share of the highest probability. Not with `rollout: sglang`."""
     stop: Texts = []
-    """Texts that end a response, besides the model's end token: one or a list. They stay in the response and are
-    trained. Not with `rollout: sglang`."""
+    """Texts that end a response. They stay in it and are trained. Not with `rollout: sglang`."""
     batch_rows: PositiveInt = 512
-    """Rows that one rank samples at the same time. With 1, `rollout: hf` on a CPU samples a row bit for bit alike,
-    whatever else is sampled and however long its tools take."""
+    """Rows that a rank samples at once. With 1, `rollout: hf` on a CPU samples a row bit for bit the same in any
+    company."""
     memory_share: float = Field(default=0.5, gt=0, le=1)
-    """Share of a GPU's memory for weights and caches of vLLM and SGLang while they are awake."""
+    """Share of a GPU's memory for vLLM or SGLang while it is awake."""
     quantization: Literal["none", "fp8"] = "none"
-    """fp8: sample with 8-bit weights and activations in linear layers and experts, one scale for a weight, made from
-    the trainer's weights at each update. For `rollout: vllm` on a GPU. Correct for the difference
-    (`truncated_importance`)."""
+    """fp8: vLLM on a GPU samples with 8-bit weights and activations, made from the trainer's weights at each update.
+    Correct for it with `truncated_importance`."""
     routing_replay: bool = False
-    """Train a mixture of experts with the experts that its rollout chose for each token (R3, Ma et al. 2025), so that
-    rounding does not change them. For `rollout: hf` or `vllm`."""
+    """Train a mixture with the experts that its rollout chose for each token (R3, Ma et al. 2025). For `rollout: hf` or
+    `vllm`."""
     cuda_graphs: bool = True
-    """Capture a decoding step once and launch it as a whole, on a GPU. `rollout: hf` does so for dense models without
-    windows or images, vLLM and SGLang for all."""
+    """Capture decoding as CUDA graphs; `rollout: hf` only for dense models without windows or images."""
     batch_invariant: bool = False
-    """Use kernels whose result for a row does not depend on the other rows, where the library has them; slower."""
+    """Use kernels whose result for a row does not depend on other rows, where the library has them; slower."""
 
     @field_validator("stop")
     @classmethod
@@ -135,69 +130,61 @@ class Generation(Document):
 
 
 class Lora(Document):
-    """Low-rank adapters (Hu et al. 2021). They are trained instead of the model's own weights. Their output is scaled
-    by alpha / rank, or with `rslora` by alpha / √rank (Kalajdzievski 2023)."""
+    """Low-rank adapters (Hu et al. 2021), trained instead of the model. Their output is scaled by alpha / rank."""
 
     rank: PositiveInt = 16
     """Rank of each adapter."""
     alpha: PositiveFloat = 32
-    """Scale of an adapter's output, see above."""
+    """Scale of an adapter's output."""
     targets: Texts = Field(default=["all-linear"], min_length=1)
     """Linear layers with adapters, by the last parts of their names; `all-linear`: all but the output layer."""
     rslora: bool = False
-    """Scale by alpha / √rank."""
+    """Scale by alpha / √rank instead (Kalajdzievski 2023)."""
 
 
 class RoleRun(Document):
     """The model, the engines and the optimizer of one role."""
 
     model: Model | None = None
-    """Model folder or name on the Hugging Face hub (`model: Qwen/Qwen3-0.6B`), or a tiny architecture; none for a role
-    that copies another one's."""
+    """A folder, a name on the hub, or a tiny architecture; none for a role that copies another one's."""
     lora: Lora | None = None
-    """Adapters of a trained role; without them its whole model is trained."""
+    """Train adapters instead of the whole model."""
     freeze: Texts = []
-    """Parameters of a trained role that are not trained: a pattern of their names, or a list, such as
-    [model.embed_tokens.*, layers.0.*, mlp.gate.weight]. `*` is any text; a pattern may begin at any part of a name.
-    They have no gradient and no optimizer state. For `engine: fsdp` without `lora`."""
+    """Parameters that are not trained, by patterns such as [model.embed_tokens.*, layers.0.*, mlp.gate.weight]. `*` is
+    any text; a pattern may begin at any part of a name. For `engine: fsdp` without `lora`."""
     engine: Literal["fsdp", "megatron"] = "fsdp"
     """Library that trains and infers."""
     rollout: Literal["hf", "vllm", "sglang"] = "hf"
     """Library that samples."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the forward pass; master weights and reductions stay float32. auto: bfloat16 on GPU, float32 on CPU."""
+    """Type of the forward pass; master weights stay float32. auto: bfloat16 on a GPU, float32 on a CPU."""
     swap: bool = False
     """Move training state to host memory while the role samples, and free sampling state while it trains."""
     replicas: PositiveInt = 1
-    """Copies of the model in training (HSDP). Each copy is sharded over dp / replicas ranks, such as those of a
-    machine."""
+    """Copies of the model in training (HSDP), each sharded over dp / replicas ranks."""
     offload: bool = False
-    """Keep weights, gradients and optimizer in host memory while training; a layer moves to the device when it
-    computes."""
+    """Keep weights, gradients and optimizer in host memory while training; layers move to the device one by one."""
     recompute: bool | None = None
-    """Compute a layer's activations again in the backward pass instead of keeping them; default: above 1e9
-    parameters."""
+    """Recompute activations in the backward pass instead of keeping them; default: above 1e9 parameters."""
     compile: bool = False
-    """Compile everything in a layer except attention for training (torch.compile); the first steps are slow."""
+    """Compile layers except attention for training (torch.compile); the first steps are slow."""
     micro_batch_tokens: PositiveInt = 16384
-    """Most tokens, padding included, in one forward and backward pass of a rank. A longer row has a pass of its own. It
-    changes memory and speed, not the result."""
+    """Most tokens, padding included, in one pass of a rank; a longer row has a pass of its own. Changes memory and
+    speed, not the result."""
     learning_rate: PositiveFloat = 1e-6
     """Learning rate of AdamW after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: it stays, or falls to `min_learning_rate` at the last step, linearly or along a
-    cosine. A resume with other `steps` stretches it, and reports the jump."""
+    """Learning rate after the warm-up: constant, or falling to `min_learning_rate` at the last step."""
     min_learning_rate: NonNegativeFloat = 0.0
-    """Learning rate at the last step, with `schedule: linear` or `cosine`; with 0 only the step after it would have
-    rate 0."""
+    """Learning rate at the last step of `linear` or `cosine`."""
     warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate grows linearly from 0."""
     weight_decay: NonNegativeFloat = 0.0
-    """Weight decay of AdamW for weight matrices; not for biases and norms, even if they are stacked."""
+    """Weight decay of AdamW for weight matrices; not for biases and norms."""
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
     """Decay of AdamW's first and second moment."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients with a larger norm are scaled down to it."""
+    """Larger gradient norms are scaled down to this."""
     generation: Generation = Generation()
     """How the role samples."""
 
@@ -224,62 +211,54 @@ _OF_TOKENIZER = ("add_generation_prompt", "continue_final_message", "tokenize", 
 
 
 class Data(Document):
-    """The training set: a .jsonl or .parquet file, a folder that `datasets` saved, or a file on the Hugging Face hub,
-    such as hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet; or several of them."""
+    """The training set: a .jsonl or .parquet file, a folder that `datasets` saved, or a file on the hub, such as
+    hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet."""
 
     train: dict[str, PositiveFloat] = Field(min_length=1)
-    """The file or folder; or several with weights, such as {gsm8k.jsonl: 3, math.jsonl: 1}: three of four prompts come
-    from the first. Each is shuffled by itself and repeated. Records get the field `source`, the name of their file
-    (with its folder if two files have one name), unless they have one; list it in `columns` to see it in samples."""
+    """The file or folder; or several with weights: with {gsm8k.jsonl: 3, math.jsonl: 1} three of four prompts come from
+    the first. Data are shuffled and repeated. Records get the field `source`, the name of their file, unless they have
+    one."""
     batch: PositiveInt = 32
-    """Prompts of a step, over all ranks. Any number works with any number of ranks."""
+    """Prompts of a step, over all ranks; any number."""
     question: str = "question"
-    """Field with the question: text, or chat messages with `role` and `content`. Rewards get the text of the last user
-    message as `question`. A dot enters a field, here and in all field names, such as extra_info.question. Without this
-    key, records of TRL (`prompt`), verl and Alpaca are recognised; a note says so."""
+    """Field with the question: text, or chat messages with `role` and `content`. A dot enters a field:
+    extra_info.question. Without this key, records of TRL (`prompt`), verl and Alpaca are recognised."""
     answer: str = "answer"
-    """Field with the right answer, text or number, which rewards compare to and supervised training imitates. Of
-    messages it is the last one of the assistant. If it is the same field as `question`, or if there are only `messages`
-    or `conversations`, the question's last message is the answer. Rewards get a list or mapping as JSON text; it is
-    never imitated. Records need no answer if no reward and no node reads it."""
+    """Field with the right answer, which rewards compare to and supervised training imitates. Of messages it is the
+    last one of the assistant. Rewards get a list or mapping as JSON text. Not needed if no reward and no node reads
+    it."""
     targets: Literal["last", "all"] = "last"
-    """Assistant messages that supervised training imitates: the answer, or all of the conversation. Not with
-    `images`."""
+    """Assistant messages that supervised training imitates: the answer, or all. Not with `images`."""
     drop_answer: bool = False
-    """Remove an assistant message at the end of a question. Otherwise the model continues it."""
+    """Remove an assistant message at the end of a question, which the model would continue."""
     system_prompt: str | None = None
-    """System message before every question without one of its own."""
+    """System message before every question without one."""
     prompt_suffix: str = ""
-    """Text directly after every question, such as ' Think step by step.' Rewards get the question without it."""
+    """Text after every question, such as ' Think step by step.' Rewards get the question without it."""
     tools: str | None = None
-    """Field with a question's tools, as the chat template takes them: a list of JSON schemas, or JSON text of one."""
+    """Field with a question's tools for the chat template: a list of JSON schemas, or JSON text of one."""
     enable_thinking: bool | None = None
-    """Switch of the chat template, if it has one; default: the template's own."""
+    """Switch of the chat template; default: the template's own."""
     chat_template_kwargs: dict[str, bool | int | float | str | list[str]] = {}
     """Further variables of the chat template, such as {reasoning_effort: low}."""
     strict: bool = False
-    """Refuse records with an empty question or answer. Otherwise another record takes their place; metric
-    `data/records_skipped` and events.jsonl say so."""
+    """Refuse records with an empty question or answer. Otherwise they are skipped (`data/records_skipped`)."""
     filter: Texts = []
-    """Records to train on: an expression over fields, such as len(question) < 400 and level in [3, 4]; your function of
-    a record, MODULE:FUNCTION; or a list, which must all be true. Each rank reads all records once at the start and
-    reports how many each filter drops. A rank that keeps other records than rank 0 ends the run. Validation data is not
-    filtered."""
+    """Training records to keep: an expression over fields, such as len(question) < 400 and level in [3, 4]; a function
+    of yours of a record, MODULE:FUNCTION; or a list, all of which must be true."""
     columns: Annotated[dict[str, str], BeforeValidator(fields_by_column)] = {}
-    """Further fields for nodes and rewards, such as [difficulty, extra_info.index] (the second is column `index`), or
-    renamed, such as {number: extra_info.index}. A list or mapping in a field is read as JSON text. Samples show them,
-    and `distflow why` compares by them: name the field with a record's origin."""
+    """Further fields for nodes, rewards and samples: [difficulty, extra_info.index] (the second is column `index`), or
+    renamed: {number: extra_info.index}. Lists and mappings become JSON text."""
     images: str | None = None
-    """Field with a question's images: a path (from the data file on), {bytes, path}, or a list of these. Each stands at
-    <image> in the question, or all stand before it."""
+    """Field with a question's images: a path (relative to the data file), {bytes, path}, or a list of these. They stand
+    at <image> in the question, or before it."""
     max_prompt_tokens: PositiveInt = 1024
-    """Longer prompts lose their beginning (metric `data/prompts_cut`); see `long_prompts`."""
+    """Longer prompts lose their beginning (`data/prompts_cut`); see `long_prompts`."""
     long_prompts: Literal["cut", "drop"] = "cut"
-    """Treatment of longer training prompts. drop: another record takes the place (metric `data/records_skipped`,
-    events.jsonl); always so with `images`, which cannot be cut. Validation cuts prompts, and leaves out those whose
-    images are too long."""
+    """Longer training prompts are cut, or dropped for another record (`data/records_skipped`); with `images` always
+    dropped. Validation cuts prompts, and drops those with too many image tokens."""
     max_target_tokens: PositiveInt = 1024
-    """Longer answers lose their end in supervised training (metric `data/targets_cut`)."""
+    """Longer answers lose their end in supervised training (`data/targets_cut`)."""
 
     @field_validator("train", mode="before")
     @classmethod
@@ -333,24 +312,24 @@ class Data(Document):
 
 
 class Validation(Document):
-    """Answers to held-out problems: the most probable one to each, by default."""
+    """Answers to held-out problems, by default the most probable one to each."""
 
     data: dict[str, str] = Field(min_length=1)
-    """The sets: your name for each, and its file or folder, such as {test: gsm8k_test.jsonl}."""
+    """A name for each set, and its file or folder: {test: gsm8k_test.jsonl}."""
     every: PositiveInt = 20
-    """Steps between two validations. One always comes before the first step, and one after the last."""
+    """Steps between two validations; one comes before the first step, and one after the last."""
     reward: Any = "math"
-    """Reward, as of a `score` node: see `distflow.contracts.rewards`."""
+    """Reward, as of a `score` node."""
     samples: PositiveInt = 1
-    """Answers to each problem. Of several, the mean is reported, and `validation_pass/SET`: pass@k with all of them."""
+    """Answers to each problem; of several, the mean and pass@k (`validation_pass/SET`) are reported."""
     temperature: NonNegativeFloat = 0.0
-    """Temperature of these answers; 0 takes the most probable tokens."""
+    """Temperature of these answers; 0: the most probable tokens."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """As in `generation`, whose value is the default. This and the next two mean nothing at temperature 0."""
+    """Default: that of `generation`. This and the next two need a temperature above 0."""
     top_k: NonNegativeInt | None = None
-    """As in `generation`, whose value is the default."""
+    """Default: that of `generation`."""
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """As in `generation`, whose value is the default. Not with `rollout: sglang`."""
+    """Default: that of `generation`. Not with `rollout: sglang`."""
     max_new_tokens: PositiveInt | None = None
     """Longest answer, in tokens; default: that of `generation`."""
     stop_at: float | None = None
@@ -358,10 +337,10 @@ class Validation(Document):
     patience: PositiveInt | None = None
     """End the run after this many validations in a row without a new best mean of the first set."""
     best: bool = False
-    """Keep the models of the first set's best mean as Hugging Face folders in RUN/best/."""
+    """Keep the models of the first set's best mean in RUN/best/."""
     group: Literal["rollout", "trainer"] = "rollout"
-    """Ranks that answer (modes async and semi_sync). rollout: one that samples, while the others continue; the result
-    comes some steps later. trainer: those that train, which stand still meanwhile."""
+    """Ranks that answer in async and semi_sync. rollout: one that samples; the result comes some steps later. trainer:
+    those that train, which stand still meanwhile."""
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Validation:
@@ -375,24 +354,24 @@ class Validation(Document):
 
 
 class Checkpoint(Document):
-    """How often the run's state is written to disk, in the background."""
+    """Saving the run's state to disk, in the background."""
 
     every: NonNegativeInt = 50
-    """Steps between two checkpoints; 0: no checkpoints."""
+    """Steps between two checkpoints; 0: none."""
     keep: PositiveInt = 2
-    """Number of newest checkpoints that stay on disk."""
+    """Newest checkpoints that stay on disk."""
 
 
 class Parallel(Document):
-    """How a node's ranks split its work. Default: all ranks of the run, data-parallel. Only nodes with a model may have
-    other sizes than `dp`."""
+    """How a node's ranks split its work; default: data-parallel over all ranks. Nodes without a model have only
+    `dp`."""
 
     dp: PositiveInt | None = None
     """Data-parallel parts of the rows; default: as many as the ranks allow."""
     tp: PositiveInt = 1
     """Ranks that split each layer of a model."""
     pp: PositiveInt = 1
-    """Ranks that split a model by layers, into stages."""
+    """Ranks that split a model into stages."""
     cp: PositiveInt = 1
     """Ranks that split rows along their tokens."""
     ep: PositiveInt = 1
@@ -400,11 +379,10 @@ class Parallel(Document):
     layers: list[PositiveInt] = []
     """Layers of each stage of `pp`, such as [10, 6] for unequal ranks; default: equal."""
     order: RankOrder = SHARES_OUTERMOST
-    """Which ranks are neighbours, nearest first. tp-pp-dp: the stages of a dp part are next to each other. tp-dp-pp:
-    the first stage of all dp parts is on the first ranks, and so on, so that unequal machines can have a stage each."""
+    """Which ranks are neighbours. tp-pp-dp: the stages of a dp part. tp-dp-pp: the same stage of all dp parts, so that
+    unequal machines can have a stage each."""
     rows: list[NonNegativeInt] = []
-    """A number for each dp part, which gets rows in that proportion, such as [2, 1] for unequal ranks; 0 leaves it out;
-    default: equal."""
+    """Proportion of rows for each dp part, such as [2, 1] for unequal ranks; 0 leaves it out; default: equal."""
 
     @field_validator("rows", mode="before")
     @classmethod
@@ -428,45 +406,38 @@ class Run(Document):
     seed: int = Field(default=0, ge=0, lt=2**64)
     """Decides random weights, the order of the data, and samples."""
     ranks: PositiveInt | None = None
-    """Default number of ranks of `distflow run` and `distflow plan`; under torchrun its own count holds."""
+    """Default number of ranks of `distflow run` and `distflow plan`; torchrun's own count overrides it."""
     mode: Literal["sync", "semi_sync", "async"] = "sync"
-    """sync: all ranks sample, then all train. async: some sample, the others train, each at its own pace. semi_sync: as
-    async, but training ranks sample, too, until enough is there (`switch_at`)."""
+    """sync: all ranks sample, then all train. async: some sample while the others train. semi_sync: as async, but
+    training ranks sample, too, until enough is there (`switch_at`)."""
     groups: Groups = Groups()
     """Division of the ranks. In mode sync only `inference` and `trainers` count."""
     staleness: NonNegativeInt = 1
-    """Highest age of the weights that sampled a token, in steps before those that train on it (mode async). With 0,
-    training waits for samples of its newest weights, as in mode sync. (Metric `staleness/max` counts optimizer steps:
-    several for a node with mini-batches.)"""
+    """Highest age of the weights that sampled a token, in steps before those that train on it (async). 0: training
+    waits for samples of its newest weights."""
     on_stale: Literal["wait", "drop", "keep"] = "wait"
-    """Treatment of samples older than `staleness` (modes async and semi_sync). wait: there are none; training takes
-    prompts in the order of the data and waits for the slowest. drop, keep: it takes finished prompts first, while slow
-    ones continue. One that is too old by then is sampled again (drop), or trained on in a DAG that corrects for it
-    (keep; `truncated_importance`)."""
+    """Samples older than `staleness` (async, semi_sync). wait: none; training waits for the slowest prompts. drop,
+    keep: training takes finished prompts first; a sample that is too old by then is sampled again, or trained on
+    (correct for it: `truncated_importance`)."""
     on_new_weights: Literal["continue", "restart"] = "continue"
-    """Unfinished rows when new weights come (mode async). continue: their next tokens use these. restart: the turn in
+    """Unfinished rows when new weights come (async). continue: their next tokens use these. restart: the turn in
     progress begins again."""
     switch_at: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of a step's prompts, of any steps, whose samples must wait before ranks that do both begin to train (mode
-    semi_sync)."""
+    """Share of a step's prompts that must have samples before ranks that do both begin to train (semi_sync)."""
     fuse: bool = True
-    """Let training ranks compute finished prompts while others are still sampled, in nodes that need no whole step,
-    such as a reference's log-probabilities (modes async and semi_sync). Batches then depend on timing, so two runs with
-    one seed round differently."""
+    """Let training ranks compute `row_wise` nodes while other prompts are sampled (async, semi_sync). Two runs with one
+    seed then round differently."""
     transport: Literal["auto", "memory", "ucx", "tcp"] = "auto"
-    """How weights travel to sampling ranks (mode async): shared memory within a machine, UCX (extra `ucx`), or TCP.
-    auto: the first that both ends can use; events.jsonl says which."""
+    """How weights travel to sampling ranks (async). auto: the first that both ends can use."""
     backend: Backend = "auto"
-    """Library of the collectives between ranks. auto: nccl on GPUs, gloo on CPUs. Another one is tried at the start,
-    which fails if it does not work. ucc: Unified Collective Communication, in few builds of torch."""
+    """Library of collectives. auto: nccl on GPUs, gloo on CPUs. ucc is in few builds of torch."""
     dock_gib: PositiveFloat = 16.0
-    """GiB of samples in the host memory of each machine, or with `--store` of each that trains. If they are full,
-    sampling ranks begin only prompts of the step that the trainer waits for, until it releases others. The trainer
-    never waits for room. With `on_stale` drop or keep no rank waits: the trainer releases rows of trained steps."""
+    """GiB of samples in each machine's host memory (with `--store`: of each that trains). If full, sampling ranks begin
+    only prompts of the step that the trainer waits for."""
     layouts: dict[str, Parallel] = {}
     """How ranks split a node's work, by node."""
     validation: Validation | None = None
-    """Held-out problems and their interval; default: no validation."""
+    """Held-out problems; default: no validation."""
     training_api: TrainingApi | None = None
     """A client's calls train, instead of the DAG's nodes (mode sync); {} for the defaults."""
     checkpoint: Checkpoint = Checkpoint()
@@ -476,28 +447,26 @@ class Run(Document):
     faults: list[Fault] = []
     """Faults on purpose."""
     preflight: bool = True
-    """Prove data, rewards and tokens on the first records, and models on a few rows, at the start."""
+    """Prove data, rewards, tokens and models on the first records, at the start."""
     log: list[LoggerSettings] = Field(default=["tensorboard"], validate_default=True)
-    """Further places for metrics and samples, some with settings: {wandb: {project: mine, mode: offline}}."""
+    """Loggers, some with settings: {wandb: {project: mine, mode: offline}}."""
     output: str = "runs"
-    """Folder in which each run makes its own."""
+    """Folder of run folders."""
     samples: NonNegativeInt = 4
-    """Rows of each step in samples.jsonl, from the first training rank."""
+    """Rows of each step in samples.jsonl."""
     all_samples: bool = False
-    """Write all rows of each step, as in samples.jsonl without single tokens: each training rank writes
-    samples/rankN.jsonl."""
+    """Write all rows of each step to samples/rankN.jsonl, without single tokens."""
     trajectories: NonNegativeInt = 16
-    """Rows of each step and rank whose turns are written to trajectories/, for nodes with conversations."""
+    """Conversations of each step and rank that are written to trajectories/."""
     report: bool = True
     """Write report.html at the end; `distflow report` writes it at any time."""
     timeline: bool = True
-    """Write each rank's activities to timeline/, for `distflow report --trace`, `distflow why` and the report."""
+    """Record each rank's activities, for `distflow why`, the report and its `--trace`."""
     profile: list[PositiveInt] = []
-    """Steps that the PyTorch profiler records to profile/, on training ranks (in mode sync all)."""
+    """Steps that the PyTorch profiler records to profile/, on training ranks."""
     wait_limit: float = Field(default=600.0, gt=0, le=1e9)
-    """Seconds that a collective waits for the slowest rank, and in modes async and semi_sync the trainer for samples,
-    before the run stops and names the missing rank. Set it above the longest step of any role: idle ranks wait this
-    long, too. A restarting worker waits as long for a run folder that is read-only or away."""
+    """Seconds that a collective waits for the slowest rank, or the trainer for samples, before the run stops and names
+    the missing rank. Set it above the longest step of any role: idle ranks wait this long, too."""
 
     @property
     def trainer_validates(self) -> bool:
