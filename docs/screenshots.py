@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -41,6 +42,7 @@ def main() -> None:
         for name, size in REPORT.items():
             draw(f"{scratch}/report.html", name, *size)
         watched = watch(scratch)
+        (PICTURES / "killed.svg").write_text(killed_picture(watched))
         page_of(watched, Path(scratch))
         draw(f"{scratch}/report.html#ranks-title", "timeline.png", 1280, 330)
         build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", f"{scratch}/site"]
@@ -88,6 +90,48 @@ def watch(scratch: str) -> Path:
     run.stop()
     print(PICTURES / "watch.svg")
     return run.folder
+
+
+_WIDE, _HIGH, _LEFT, _SECONDS = 800, 300, 90, 9  # pixels; how long the animation takes
+_LANES = {"trainer": 240, "rollout": 270}  # where the bars of ranks 0 and 1 are, in pixels from the top
+
+
+def killed_picture(run: Path) -> str:
+    """Return an SVG that draws a run's reward while its ranks work, of which rank 1 is killed and restarts.
+
+    A step stands at the time at which its weights were published.
+    """
+    events, metrics = ([json.loads(line) for line in (run / name).read_text().splitlines()]
+                       for name in ("events.jsonl", "metrics.jsonl"))
+    published = {each["version"]: each["time"] for each in events if each["event"] == "weights_published"}
+    steps = [(published[each["step"]], each["reward/mean"]) for each in metrics
+             if each["step"] in published and "reward/mean" in each]
+    died = next(each["time"] for each in events if each["event"] == "failure" and each["group"].startswith("rollout"))
+    back = next(each["time"] for each in events
+                if each["event"] == "worker_ready" and each["rank"] == 1 and each["time"] > died)
+    first, last, highest = steps[0][0], steps[-1][0], max(reward for _, reward in steps)
+
+    def across(moment: float) -> float:
+        return _LEFT + (_WIDE - _LEFT - 20) * (moment - first) / (last - first)
+
+    points = " ".join(f"{across(moment):.1f},{210 - 160 * reward / highest:.1f}" for moment, reward in steps)
+    bars = [("trainer", first, last, "#4a7fd6"), ("rollout", first, died, "#4a7fd6"),
+            ("rollout", died, back, "#d64a4a"), ("rollout", back, last, "#4a7fd6")]
+    lanes = "".join(f'<rect x="{across(begin):.1f}" y="{_LANES[name]}" height="16" fill="{color}" '
+                    f'width="{across(end) - across(begin):.1f}"/>' for name, begin, end, color in bars)
+    names = "".join(f'<text x="{_LEFT - 10}" y="{top + 13}" text-anchor="end">{name}</text>'
+                    for name, top in _LANES.items())
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDE} {_HIGH}" font-family="sans-serif" \
+font-size="14" fill="#808080">
+<clipPath id="past"><rect x="{_LEFT}" width="{_WIDE - _LEFT}" height="{_HIGH}"><animate attributeName="width" \
+values="0;{_WIDE - _LEFT};{_WIDE - _LEFT}" keyTimes="0;0.8;1" dur="{_SECONDS}s" \
+repeatCount="indefinite"/></rect></clipPath>
+<text x="{_LEFT}" y="24">reward of {len(steps)} steps in {last - first:.0f} seconds; 0 to {highest:.2f}</text>
+{names}<path d="M{_LEFT} 40V210H{_WIDE - 20}" fill="none" stroke="#808080" stroke-opacity="0.4"/>
+<g clip-path="url(#past)"><polyline fill="none" stroke="#4a7fd6" stroke-width="2" points="{points}"/>{lanes}
+<text x="{across(died) + 5:.1f}" y="232" fill="#d64a4a">killed; back after {back - died:.1f} s</text></g>
+</svg>
+"""
 
 
 if __name__ == "__main__":

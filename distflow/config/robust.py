@@ -30,8 +30,8 @@ class Fault(Document):
     kind: Literal["kill", "stop", "raise", "slow", "corrupt", "cut", "fill", "memory", "oom", "machine"]
     """kill: SIGKILL. stop: SIGSTOP. raise: an exception. slow: sleep for `seconds`. corrupt: change the newest copy in
     memory. cut: shut down the worker's connections once. fill: for `seconds` no file grows beyond 64 KiB (EFBIG).
-    memory: MemoryError. oom: take memory until the kernel kills, in a control group with a limit. machine: SIGKILL of
-    everything that its torchrun started."""
+    memory: MemoryError. oom: the kernel's out-of-memory kill, in a control group. machine: SIGKILL of everything that
+    its torchrun started."""
     group: Literal["trainer", "rollout", "inference"] = "trainer"
     """Group of the worker; in mode sync all ranks are the trainer's."""
     rank: NonNegativeInt | None = None
@@ -62,11 +62,11 @@ class Robust(Document):
     """Most restarts of the trainer, and of each rollout."""
     snapshots: bool = True
     """Copy the state to host memory after each step, so that a restart repeats at most one finished step. Takes twice
-    the memory of weights and optimizer state, three times during a slow checkpoint. Without it a trainer continues from
-    the newest checkpoint, and takes that memory once."""
+    the memory of weights and optimizer state, three times during a slow checkpoint; without it once, and a trainer
+    continues from the newest checkpoint."""
     peer_replica: bool = True
     """Send snapshots to a second machine, which takes over if the first is lost (with `--store`). Takes twice the
-    memory of weights and optimizer state there, and up to twice more at home on a slow network."""
+    memory of weights and optimizer state there."""
     shutdown_timeout: PositiveFloat = 25.0
     """Seconds for the step in progress and a checkpoint after SIGTERM or Ctrl-C. Kubernetes and torchrun kill after 30
     s."""

@@ -35,10 +35,10 @@ class Model(Document):
     """A Hugging Face model (`model: path` for short), or a tiny architecture with random weights."""
 
     path: str | None = None
-    """A Hugging Face folder, or a name on the hub: Qwen/Qwen3-0.6B, or Qwen/Qwen3-0.6B@REVISION. It is downloaded
-    unless the hub's cache has it. `arithmetic_sft` is shipped."""
+    """A Hugging Face folder, or a name on the hub: Qwen/Qwen3-0.6B, or Qwen/Qwen3-0.6B@REVISION. `arithmetic_sft` is
+    shipped."""
     architecture: Literal["qwen3", "qwen2", "llama", "qwen3_vl", "qwen3_moe"] | None = None
-    """A tiny model of this family with random weights, for trials. The keys below are its sizes."""
+    """A tiny model of this family with random weights. The keys below are its sizes."""
     layers: PositiveInt = 3
     """Number of layers."""
     hidden: PositiveInt = 128
@@ -111,8 +111,7 @@ class Generation(Document):
     memory_share: float = Field(default=0.5, gt=0, le=1)
     """Share of a GPU's memory for vLLM or SGLang while it is awake."""
     quantization: Literal["none", "fp8"] = "none"
-    """fp8: vLLM on a GPU samples with 8-bit weights and activations, made from the trainer's weights at each update.
-    Correct for it with `truncated_importance`."""
+    """fp8: vLLM on a GPU samples with 8-bit weights and activations. Correct for it with `truncated_importance`."""
     routing_replay: bool = False
     """Train a mixture with the experts that its rollout chose for each token (R3, Ma et al. 2025). For `rollout: hf` or
     `vllm`."""
@@ -150,8 +149,8 @@ class RoleRun(Document):
     lora: Lora | None = None
     """Train adapters instead of the whole model."""
     freeze: Texts = []
-    """Parameters that are not trained, by patterns such as [model.embed_tokens.*, layers.0.*, mlp.gate.weight]. `*` is
-    any text; a pattern may begin at any part of a name. For `engine: fsdp` without `lora`."""
+    """Parameters that are not trained, by patterns such as [model.embed_tokens.*, layers.0.*, mlp.gate.weight]. For
+    `engine: fsdp` without `lora`."""
     engine: Literal["fsdp", "megatron"] = "fsdp"
     """Library that trains and infers."""
     rollout: Literal["hf", "vllm", "sglang"] = "hf"
@@ -159,18 +158,17 @@ class RoleRun(Document):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the forward pass; master weights stay float32. auto: bfloat16 on a GPU, float32 on a CPU."""
     swap: bool = False
-    """Move training state to host memory while the role samples, and free sampling state while it trains."""
+    """Move training state to host memory while the role samples."""
     replicas: PositiveInt = 1
     """Copies of the model in training (HSDP), each sharded over dp / replicas ranks."""
     offload: bool = False
-    """Keep weights, gradients and optimizer in host memory while training; layers move to the device one by one."""
+    """Keep weights, gradients and optimizer in host memory while training."""
     recompute: bool | None = None
-    """Recompute activations in the backward pass instead of keeping them; default: above 1e9 parameters."""
+    """Recompute activations in the backward pass; default: above 1e9 parameters."""
     compile: bool = False
-    """Compile layers except attention for training (torch.compile); the first steps are slow."""
+    """Compile layers except attention for training; the first steps are slow."""
     micro_batch_tokens: PositiveInt = 16384
-    """Most tokens, padding included, in one pass of a rank; a longer row has a pass of its own. Changes memory and
-    speed, not the result."""
+    """Most tokens, padding included, in one pass of a rank. Changes memory and speed, not the result."""
     learning_rate: PositiveFloat = 1e-6
     """Learning rate of AdamW after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -216,17 +214,15 @@ class Data(Document):
 
     train: dict[str, PositiveFloat] = Field(min_length=1)
     """The file or folder; or several with weights: with {gsm8k.jsonl: 3, math.jsonl: 1} three of four prompts come from
-    the first. Data are shuffled and repeated. Records get the field `source`, the name of their file, unless they have
-    one."""
+    the first. Records get the field `source`, the name of their file, unless they have one."""
     batch: PositiveInt = 32
     """Prompts of a step, over all ranks; any number."""
     question: str = "question"
     """Field with the question: text, or chat messages with `role` and `content`. A dot enters a field:
-    extra_info.question. Without this key, records of TRL (`prompt`), verl and Alpaca are recognised."""
+    extra_info.question. By default records of TRL (`prompt`), verl and Alpaca are recognised."""
     answer: str = "answer"
-    """Field with the right answer, which rewards compare to and supervised training imitates. Of messages it is the
-    last one of the assistant. Rewards get a list or mapping as JSON text. Not needed if no reward and no node reads
-    it."""
+    """Field with the right answer, or messages of which the last one of the assistant is the answer. Not needed if no
+    reward and no node reads it."""
     targets: Literal["last", "all"] = "last"
     """Assistant messages that supervised training imitates: the answer, or all. Not with `images`."""
     drop_answer: bool = False
@@ -244,8 +240,8 @@ class Data(Document):
     strict: bool = False
     """Refuse records with an empty question or answer. Otherwise they are skipped (`data/records_skipped`)."""
     filter: Texts = []
-    """Training records to keep: an expression over fields, such as len(question) < 400 and level in [3, 4]; a function
-    of yours of a record, MODULE:FUNCTION; or a list, all of which must be true."""
+    """Training records to keep: an expression over fields, such as len(question) < 400 and level in [3, 4];
+    MODULE:FUNCTION of a record; or a list, all of which must be true."""
     columns: Annotated[dict[str, str], BeforeValidator(fields_by_column)] = {}
     """Further fields for nodes, rewards and samples: [difficulty, extra_info.index] (the second is column `index`), or
     renamed: {number: extra_info.index}. Lists and mappings become JSON text."""
@@ -256,7 +252,7 @@ class Data(Document):
     """Longer prompts lose their beginning (`data/prompts_cut`); see `long_prompts`."""
     long_prompts: Literal["cut", "drop"] = "cut"
     """Longer training prompts are cut, or dropped for another record (`data/records_skipped`); with `images` always
-    dropped. Validation cuts prompts, and drops those with too many image tokens."""
+    dropped."""
     max_target_tokens: PositiveInt = 1024
     """Longer answers lose their end in supervised training (`data/targets_cut`)."""
 
@@ -413,20 +409,16 @@ class Run(Document):
     groups: Groups = Groups()
     """Division of the ranks. In mode sync only `inference` and `trainers` count."""
     staleness: NonNegativeInt = 1
-    """Highest age of the weights that sampled a token, in steps before those that train on it (async). 0: training
-    waits for samples of its newest weights."""
+    """Highest age of the weights that sampled a token, in steps before those that train on it (async)."""
     on_stale: Literal["wait", "drop", "keep"] = "wait"
     """Samples older than `staleness` (async, semi_sync). wait: none; training waits for the slowest prompts. drop,
-    keep: training takes finished prompts first; a sample that is too old by then is sampled again, or trained on
-    (correct for it: `truncated_importance`)."""
+    keep: training takes finished prompts first; a sample that is too old by then is sampled again, or trained on."""
     on_new_weights: Literal["continue", "restart"] = "continue"
-    """Unfinished rows when new weights come (async). continue: their next tokens use these. restart: the turn in
-    progress begins again."""
+    """Unfinished rows continue with new weights (async), or the turn in progress restarts."""
     switch_at: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of a step's prompts that must have samples before ranks that do both begin to train (semi_sync)."""
     fuse: bool = True
-    """Let training ranks compute `row_wise` nodes while other prompts are sampled (async, semi_sync). Two runs with one
-    seed then round differently."""
+    """Let training ranks compute `row_wise` nodes while other prompts are sampled (async, semi_sync)."""
     transport: Literal["auto", "memory", "ucx", "tcp"] = "auto"
     """How weights travel to sampling ranks (async). auto: the first that both ends can use."""
     backend: Backend = "auto"
@@ -465,8 +457,8 @@ class Run(Document):
     profile: list[PositiveInt] = []
     """Steps that the PyTorch profiler records to profile/, on training ranks."""
     wait_limit: float = Field(default=600.0, gt=0, le=1e9)
-    """Seconds that a collective waits for the slowest rank, or the trainer for samples, before the run stops and names
-    the missing rank. Set it above the longest step of any role: idle ranks wait this long, too."""
+    """Seconds that a collective waits for the slowest rank, or the trainer for samples, before the run ends and names
+    the missing rank. Set it above the longest step of any role."""
 
     @property
     def trainer_validates(self) -> bool:
