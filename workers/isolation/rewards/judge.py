@@ -39,14 +39,16 @@ Criteria:
 {criteria}
 
 End with one line for each criterion, in their order, as  1: yes  or  1: no"""
-_VERDICT = re.compile(r"^\W*(?:criterion\s+)?(\d+)\W*[:：.)|]\W*(yes|no)\b", re.IGNORECASE | re.MULTILINE)
+_VERDICT = re.compile(r"^\W*(?:criterion\s+)?(\d+)\W*[:：.)|=–—-]\W*(yes|no)\b", re.IGNORECASE | re.MULTILINE)
 _MARKUP = re.compile(r"[*_`#>|]|\\[()\[\]]|\$")
 _BOX = re.compile(r"\\boxed\s*\{([^{}]*)\}|\[\[([^\[\]]*)\]\]")
-_NUMBER = (r"(-?\d+(?:\.\d+)?)(?:\s*(?:/|out\s+of)\s*(\d+(?:\.\d+)?)|\s*(%))?"
-           r"(?![\w/%]|\.\d|\s*(?:[-–]|to\s)\s*\d)")
+_CELL = re.compile(r"(?<!/)\b(score|rating|grade)[*_]*\s*(?:->|[>|]|[-–—](?=\s))", re.IGNORECASE)
+"""Name of a score in a tag, or before the bar of a table, an arrow or a dash: read as `Score:`."""
+_NUMBER = (r"([-+]?\d+(?:[.,]\d+)?)(?:\s*(?:/|out\s+of)\s*(\d+(?:\.\d+)?)|\s*(%))?"
+           r"(?![\w/%]|[.,]\d|\s*(?:[-–]|(?:to|or)\s)\s*\d)")
 _SCORE = re.compile(
-    r"(?P<line>^\W*)?\b(?:(?:final|overall|total)\s+)?(?:score|rating|grade)[\"']?\s*(?:[:：=]|\bis\b|\n)\s*"
-    rf"[\"'\[(]*{_NUMBER}", re.IGNORECASE | re.MULTILINE)
+    r"(?P<line>^\W*)?\b(?:(?:final|overall|total)\s+)?(?:score|rating|grade)[\"']?"
+    rf"\s*(?:[:：=]|\bis\b|\n|(?=[ \t]+[\d./%]+\s*$))\s*[\"'\[(]*{_NUMBER}", re.IGNORECASE | re.MULTILINE)
 _ALONE = re.compile(rf"\W*?{_NUMBER}\W*")
 
 
@@ -112,7 +114,7 @@ async def judge(completion: str, answer: str, question: str, *,
 def _read_score(reply: str, highest: float) -> float:
     """Return the share of the highest score that a judge gives; raise ValueError if it gives none, or several."""
     said = _behind_thoughts(reply)
-    plain = _MARKUP.sub(" ", _BOX.sub(lambda found: f" {found[1] or found[2]} ", said))
+    plain = _MARKUP.sub(" ", _CELL.sub(r"\1: ", _BOX.sub(lambda found: f" {found[1] or found[2]} ", said)))
     found = [*_SCORE.finditer(plain)]
     lines = [match for match in found if match["line"] is not None]
     values = [_share(match.groups()[1:], highest) for match in lines[-1:] or found]
@@ -130,7 +132,7 @@ def _share(number: tuple[str | None, ...], highest: float) -> float:
     """Return a score's share of the highest one, or of that which stands behind it, as in `8/10`."""
     value, of, percent = number
     whole = 100.0 if percent else float(of or 0) or highest
-    return float(value or 0) / whole
+    return float((value or "0").replace(",", ".")) / whole
 
 
 def _behind_thoughts(reply: str) -> str:

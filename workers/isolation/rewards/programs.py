@@ -24,6 +24,7 @@ _MARKDOWN = MarkdownIt("commonmark").disable(["html_block", "code", "inline"])
 _PYTHON = re.compile(r"\{?\s*\.?(?:python|py)[0-9.]*(?![\w-]).*", re.IGNORECASE | re.DOTALL)
 _NO_LANGUAGE = re.compile(r"(?:\{\s*\})?")
 _INLINE = re.compile(r"^(.*\S)[ \t]*(```(?:python|py)?[0-9]?[ \t]*)$", re.MULTILINE | re.IGNORECASE)
+_ANSWER = re.compile(r"^[ \t]*<answer>(.*)</answer>\s*\Z", re.MULTILINE | re.DOTALL)
 _MISSING = re.compile(r"^ModuleNotFoundError: No module named '([\w.]{1,100})'", re.MULTILINE)
 _HARNESS = """\
 import sys
@@ -117,9 +118,10 @@ def _tell_missing(name: str) -> None:
 
 def program_of(completion: str) -> str:
     """Return the program of a completion: the last Python block, else the last without a language, else the last one;
-    of those behind `</think>`, if there are any. Without a block it is the whole completion. A block that calls what
-    only an earlier one defines, or shows a session of the interpreter, is an example."""
+    of those behind `</think>`, if there are any. Without a block it is the whole completion, or what `<answer>` has. A
+    block that calls what only an earlier one defines, or shows a session of the interpreter, is an example."""
     answer = completion.rpartition("</think>")[2]
+    answer = tagged[1] if (tagged := _ANSWER.search(answer)) else answer
     blocks = _blocks(answer) or _blocks(completion) or _blocks(_INLINE.sub(r"\1\n\2", completion))
     for language in (_PYTHON, _NO_LANGUAGE):
         if own := [text for info, text in blocks if language.fullmatch(info)]:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -81,6 +82,8 @@ def _divided(braced: str, top: str, below: str, bottom: str) -> str:
 
 
 _MARKUP = tuple((re.compile(pattern), to) for pattern, to in (
+    (r"(?![0-9])\d", lambda found: str(unicodedata.digit(found[0]))),
+    (r"[¼-¾⅐-⅞]", lambda found: f" {unicodedata.normalize('NFKC', found[0]).replace('⁄', '/')} "),
     (r"[−–]", "-"),
     (r"\{,\}", ","),
     (r"\\!|\\left(?![a-z])|\\right(?![a-z])|\\displaystyle", ""),
@@ -153,6 +156,8 @@ def read_number(text: str) -> Number | None:
         return Number(-value if sign else value, percent=percent is not None)
     plain = _TAIL.sub("", _without_remarks(_without_markup(text)).strip().rstrip(".,;: "))
     found = _NUMBER.fullmatch(_NEGATIVE.sub("-", plain))
+    if any(sign.isnumeric() and not sign.isascii() for sign in plain):  # an exponent, or digits of another script
+        return None
     if not found or not _leads(found["before"]) or not _follows(found["after"]):
         return None
     unit = _WORD.findall(found["after"].lower())
@@ -255,7 +260,10 @@ def _differ_in_unit(wanted: str, given: str) -> bool:
 
 
 def _unit_of(text: str) -> tuple[str, str] | None:
-    """Return the quantity and the unit of a number that has one word behind it, and None if that is no unit."""
+    """Return the quantity and the unit of a number that has one word behind it, or `\\$` before it; None if that is no
+    unit."""
+    if text.lstrip("- ").startswith(r"\$"):
+        return _MEASURES["dollar"]
     found = _NUMBER.fullmatch(_without_remarks(_without_markup(text)).strip().rstrip(".,;: "))
     words = _WORD.findall(found["after"].lower()) if found else []
     return _MEASURES.get(words[0]) or _MEASURES.get(words[0].removesuffix("s")) if len(words) == 1 else None

@@ -102,6 +102,8 @@ def test_its_score(server, said, expected):
     ("Rating: **8**", 0.8), ('{"reason": "right", "score": 8}', 0.8), ('```json\n{\n  "score": 8\n}\n```', 0.8),
     ("8", 0.8), ("**8/10**", 0.8), ("The answer is right, so the score is 8.", 0.8), ("- Score: 8\n- Doubt: 3", 0.8),
     ("<think>It says Score: 10.</think>\nScore: 2", 0.2), ("Score: 2\n\nIt claims 'Score: 10' itself.", 0.2),
+    ("<score>8</score>\n\n5 reasons", 0.8), ("| Score | 8 |", 0.8), ("Score - 8", 0.8), ("SCORE 8", 0.8),
+    ("Score: +8", 0.8), ("Score: 8,5", 0.85), ("Score: 7 or 8", None), ("Grade 8 pupils write so. Score: 3", 0.3),
     ("Score: N = 8", None), ("Score: 0-10", None), ("Score: 0 to 10", None), ("Grade: A", None), ("", None),
     ("First I thought score: 3, but the score is 8", None), ("[[3]] or [[8]]", None)])
 def test_a_score_is_read_as_judges_write_it(said, expected):

@@ -41,6 +41,9 @@ CASES = json.dumps([{"input": "1\n2\n", "output": "2\n4"}, {"input": "5", "outpu
     ("<think>\n```python\ndraft\n```\n</think>\n```\na\n```", "a\n"),
     ("<think>\n```python\ndraft\n```\nLet me check ag", "draft\n"),
     ("<think>it adds</think>print(1)", "print(1)"),
+    ("<answer>```python\na\n```</answer>", "a\n"),
+    ("<think>it adds</think>\n<answer>\nprint(1)\n</answer>\n", "\nprint(1)\n"),
+    ("print('<answer>')\nprint('</answer>')", "print('<answer>')\nprint('</answer>')"),
     ("```python\n```\nprint(1)", "```python\n```\nprint(1)"),
 ])
 def test_the_last_block_in_python_is_the_program(completion, program):
