@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from jinja2 import TemplateError
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
@@ -34,7 +33,7 @@ from distflow.data.problems import (
 from distflow.errors import InvalidInput
 from distflow.plan import Layout, Plan
 from distflow.telemetry.metrics import current
-from workers.engines.chat import ImitatedTokens, imitated_tokens, prompt_tokens, require_template
+from workers.engines.chat import UNRENDERED, ImitatedTokens, imitated_tokens, prompt_tokens, require_template
 from workers.engines.role_engines import RoleEngines
 from workers.engines.vision import LibraryProcessor, Processor
 
@@ -162,7 +161,7 @@ def _rendering(messages: list[Message]) -> Iterator[None]:
     """Raise InvalidInput where the chat template refuses messages."""
     try:
         yield
-    except TemplateError as error:
+    except UNRENDERED as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise InvalidInput(f"the chat template cannot render a record with messages of {roles}: {error}. Take out of "
                            "the records (or `data.system_prompt`) what it refuses, or take a model whose template has "

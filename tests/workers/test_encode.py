@@ -137,6 +137,15 @@ def test_a_template_that_refuses_a_record_is_an_error_with_its_reason():
         encode_prompts(tokenizer, Data(train="x", system_prompt="Be brief."), [{"question": "one?", "answer": "two"}])
 
 
+def test_a_template_that_fails_on_a_record_is_an_error_with_its_reason():
+    tokenizer, data = KINDS["chatml"](), Data(train="x")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['role'] + message['content'] }}{% endfor %}"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    asked = [{"role": "user", "content": "one?"}, call, {"role": "tool", "content": "1"}]
+    with pytest.raises(InvalidInput, match="messages of user, assistant, tool: can only concatenate str"):
+        encode_prompts(tokenizer, data, [{"question": asked, "answer": "two"}])
+
+
 @pytest.mark.parametrize(("value", "too_long"), [
     ([], False), ([png(64, 64)], False), ([png(640, 640)], False), ([png(64, 64)] * 2, True)])  # the third is shrunk
 def test_a_record_with_too_large_a_picture_is_passed_over(tokenizer, value, too_long):

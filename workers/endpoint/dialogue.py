@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from distflow.errors import InvalidInput
@@ -22,10 +21,7 @@ from workers.endpoint.messages import (
     ServedTurn,
     find_tool_calls,
 )
-from workers.engines.chat import TurnTemplate, continued_tokens, prompt_tokens, sampled_text, text_tokens
-
-_UNRENDERED = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
-"""What a template raises for messages or tools that it does not expect."""
+from workers.engines.chat import UNRENDERED, TurnTemplate, continued_tokens, prompt_tokens, sampled_text, text_tokens
 
 
 class AnsweredTurn(NamedTuple):
@@ -104,7 +100,7 @@ class Dialogue:
             try:
                 tokens = prompt_tokens(self.tokenizer, [each.for_template() for each in messages], request.tools,
                                        **between.options)
-            except _UNRENDERED as error:
+            except UNRENDERED as error:
                 raise RequestRefused(f"the chat template cannot render these messages: {str(error)[:300]}") from None
             return tokens, messages[-1].text
         if not self.messages:

@@ -32,6 +32,8 @@ _LINES = ("{% for message in messages %}{% if message['content'] is string %}{{ 
           "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}")
 """Template of tokenizers that have none: each message is a line."""
 _BEFORE = "a"  # stands before a text that is encoded as one that does not begin there
+UNRENDERED = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What a template raises for messages or tools that it does not expect."""
 _OPENING_TAG = re.compile(r"<\w+>\s*\Z")
 
 Tools = list[dict[str, Any]] | None
@@ -99,13 +101,17 @@ def imitated_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message],
                     turns: Literal["last", "all"] = "last", **options: Any) -> ImitatedTokens:
     """Return the tokens of a conversation as a model learns from it: what precedes the last message of the assistant,
     or with `turns="all"` the first one, and what follows up to the end of the last one. Each message of the assistant
-    is learned with the end of its turn, which is `eos_token` where the template writes none."""
+    is learned with the end of its turn, which is `eos_token` where the template writes none; one of `weight: 0` is
+    not."""
     text = _render(tokenizer, messages, tools, options)
     tokens, stop_of = _with_stops(tokenizer, text)
     ends, spans = _remembered(tokenizer, "ends", options, _find_ends), []
     said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     known = _earlier_answers(tokenizer, text, messages, said, tools, options) if turns == "all" else {}
-    for place in said if turns == "all" else said[-1:]:
+    weighed = [place for place in said if messages[place].get("weight") != 0]
+    if not weighed:
+        raise InvalidInput("nothing of it is learned: each message of the assistant has `weight: 0`")
+    for place in weighed if turns == "all" else weighed[-1:]:
         found = known.get(place) or _learned_text(tokenizer, text, messages, place, tools, options)
         if not found and turns == "all":
             raise InvalidInput(f"the tokens of message {place + 1}, which is the assistant's, cannot be told from the "
@@ -119,7 +125,7 @@ def imitated_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message],
     begin, until = spans[0][0], spans[-1][1]
     target, learned = tokens[begin:until], {index for span in spans for index in range(*span)}
     mask = [index in learned for index in range(begin, until)]
-    if not target or target[-1] not in (ends[0], tokenizer.eos_token_id):
+    if not target or target[-1] not in (ends[weighed[-1] != said[-1]], tokenizer.eos_token_id):
         if tokenizer.eos_token_id is None:
             raise InvalidInput("neither the tokenizer nor its chat template ends an answer: set `eos_token` in the "
                                "model's tokenizer_config.json")

@@ -134,9 +134,9 @@ class LibraryProcessor:
             given = {name: value for name, value in files[0].items() if name in takes and not isinstance(value, dict)}
             still = type(found.__name__, (found,), {"check_argument_for_proper_class": _unchecked})
             nothing = {name: None for name in ("video_processor", "feature_extractor") if name in takes}
-            images = AutoImageProcessor.from_pretrained(folder, backend="pil")
+            images = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
             return cls(still(**given, **nothing, image_processor=images, tokenizer=tokenizer), folder)
-        except ImportError as error:
+        except (ImportError, ValueError) as error:  # such as one that is code in the folder, which is never run
             raise InvalidInput(f"the image processor of {folder} cannot be loaded: {error}") from None
 
     def save(self, folder: Path) -> None:

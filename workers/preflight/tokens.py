@@ -25,7 +25,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 
 from distflow.config.run import Data
@@ -36,6 +35,7 @@ from distflow.data.problems import Message, Record, content_text, conversation_o
 from distflow.errors import InvalidInput
 from workers.encode import ImageEncoder
 from workers.engines.chat import (
+    UNRENDERED,
     ImitatedTokens,
     TurnTemplate,
     encode,
@@ -69,7 +69,7 @@ def prove_pictures(spec: Spec, tokenizer: PreTrainedTokenizerBase, encoder: Imag
     if isinstance(encoder.image_processor, ImageProcessor):
         with TemporaryDirectory() as folder:
             encoder.image_processor.save(Path(folder))
-            processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+            processor = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
     for records in sets:
         beside = replace(encoder, folder=Path(records.location(0).file).parent)
         wrong, large = dict[int, str](), list[int]()
@@ -79,7 +79,7 @@ def prove_pictures(spec: Spec, tokenizer: PreTrainedTokenizerBase, encoder: Imag
                     large.append(index)
                 elif differs := _other_pictures(spec.run.data, tokenizer, beside, processor, row):
                     wrong[index] = differs
-            except (TemplateError, InvalidInput) as error:
+            except (*UNRENDERED, InvalidInput) as error:
                 wrong[index] = " ".join(str(error).split())
         yield from records.failed([*wrong], f" cannot be asked: {next(iter(wrong.values()), '')}", doubt=False)
         most = spec.run.data.max_prompt_tokens
@@ -162,7 +162,7 @@ class _TokenTrial:
                              render_whole(self.tokenizer, messages, tools, **options), whole,
                              render_whole(self.tokenizer, whole, tools, **options),
                              imitated_tokens(self.tokenizer, whole, tools, self.data.targets, **options))
-        except (TemplateError, TypeError, InvalidInput) as error:
+        except (*UNRENDERED, InvalidInput) as error:
             self.refused[index] = " ".join(str(error).split())
             return None
 
@@ -230,7 +230,7 @@ class _TokenTrial:
 
     def _said(self, each: _Rendered) -> list[Message]:
         """Return the messages of the assistant that are learned."""
-        said = [message for message in each.whole if message["role"] == "assistant"]
+        said = [message for message in each.whole if message["role"] == "assistant" and message.get("weight") != 0]
         return said if self.data.targets == "all" else said[-1:]
 
     def _left_out(self, each: _Rendered) -> str:

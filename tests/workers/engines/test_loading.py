@@ -21,6 +21,7 @@ from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.hf import HFRollout
 from workers.engines.loading import _load_folder, _read
+from workers.engines.vision import LibraryProcessor
 
 
 @pytest.fixture
@@ -104,6 +105,13 @@ def test_code_in_a_folder_is_refused_where_it_is_needed(hostile):
         _load_folder(hostile, "lm")
     with pytest.raises(InvalidInput, match=r"modeling_own.OwnForCausalLM\), and code in a model's folder is never run"):
         load("grpo", None, [f"roles.actor.model={hostile}"])
+
+
+def test_an_image_processor_in_a_folder_is_not_run(hostile):
+    (hostile / "preprocessor_config.json").write_text(json.dumps({
+        "image_processor_type": "OwnProcessor", "auto_map": {"AutoImageProcessor": "modeling_own.OwnProcessor"}}))
+    with pytest.raises(InvalidInput, match=r"the image processor of \S+ cannot be loaded: .*custom code"):
+        LibraryProcessor.read(hostile, "llava", _read(AutoTokenizer, hostile))
 
 
 def test_pickled_weights_hold_tensors_alone(hostile):

@@ -77,6 +77,26 @@ def test_all_turns_learn_what_the_assistant_said_and_no_more(kind):
         assert sum(token in end_tokens(tokenizer) for token in learned) == (1 if kind == "no_end" else 2)
 
 
+@kinds
+@pytest.mark.parametrize(("left_out", "said"), [(1, "Second one."), (3, "First one.")])
+def test_answers_of_weight_0_are_not_learned(kind, left_out, said):
+    tokenizer, messages = build(kind), talk("What?", "First one.", "And?", "Second one.")
+    messages = [{**each, "weight": int(place != left_out)} for place, each in enumerate(messages)]
+    for turns in ("last", "all"):
+        found = imitated_tokens(tokenizer, messages, turns=turns)
+        learned = [token for token, kept in zip(found.target, found.mask) if kept]
+        assert learned[-1] in end_tokens(tokenizer)
+        text = tokenizer.decode([token for token in learned if token not in end_tokens(tokenizer)])
+        assert text.removeprefix("<think>\n\n</think>\n\n").strip() == said
+        row = [*found.prompt, *found.target]
+        assert whole_tokens(tokenizer, messages)[: len(row) - 1] == row[:-1]
+
+
+def test_a_conversation_of_which_nothing_is_learned_is_refused():
+    with pytest.raises(InvalidInput, match="each message of the assistant has `weight: 0`"):
+        imitated_tokens(build("chatml"), [*talk("What?"), {"role": "assistant", "content": "3.", "weight": 0}])
+
+
 def test_all_turns_learn_calls_that_the_template_writes_instead_of_text():
     tokenizer = KINDS["inst"]()
     tokenizer.chat_template = CALLS
