@@ -48,7 +48,7 @@ def read_run(folder: Path, characters: int = _SAMPLE_CHARACTERS) -> Run:
     return {"name": folder.name, "path": str(folder), "verdict": _verdict(steps, failures, reader),
             "metrics": _columns(steps), "summary": reader.summary,
             "plan": {name: plan.get(name) for name in ("name", "mode", "ranks", "notes")},
-            "nodes": _nodes(plan), "edges": _edges(plan, steps), "samples": _thinned(samples, characters),
+            **_graph(plan, steps), "samples": _thinned(samples, characters),
             "samples_total": len(samples), "failures": failures, "ettr": _ettr(events),
             "faults": _faults(reader, steps),
             "settings": reader.settings(), "answers": _compared(answers), "best": _best_reward(reader.dag, samples),
@@ -255,6 +255,14 @@ def _thinned(samples: list[dict[str, Any]], characters: int) -> list[dict[str, A
 
 def _every(order: list[int], every: int) -> list[int]:
     return sorted({*order[::every], *order[-1:]})
+
+
+def _graph(plan: dict[str, Any], steps: list[dict[str, float]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the nodes and edges of a plan; none of a file that is no plan."""
+    try:
+        return {"nodes": _nodes(plan), "edges": _edges(plan, steps)}
+    except (TypeError, LookupError, AttributeError):
+        return {"nodes": [], "edges": []}
 
 
 def _nodes(plan: dict[str, Any]) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 
 import yaml
 
+from distflow.config.yaml_syntax import BoundedLoader
 from distflow.errors import Diagnostic, InvalidInput, listing, nearest
 from distflow.telemetry.run_lock import in_use
 
@@ -163,7 +164,7 @@ class RunReader:
 
     def _yaml(self, name: str) -> Row:
         try:
-            content = yaml.safe_load((self.folder / name).read_text(encoding="utf-8"))
+            content = yaml.load((self.folder / name).read_text(encoding="utf-8"), BoundedLoader)
         except (OSError, ValueError, yaml.YAMLError):
             return {}
         return content if isinstance(content, dict) else {}

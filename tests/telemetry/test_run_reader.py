@@ -95,6 +95,15 @@ def test_torn_and_foreign_lines_are_passed_over(folder, arguments, capsys) -> No
         assert "killed → starts again" in said.out
 
 
+@pytest.mark.parametrize("arguments", [["watch", "--once"], ["why"], ["report"]], ids=lambda each: each[0])
+def test_documents_of_a_run_that_stand_for_too_much_or_are_foreign_are_passed_over(folder, arguments, capsys) -> None:
+    lists = "".join(f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 9)}]\n" for number in range(1, 12))
+    for name in ("dag.yaml", "run.yaml"):
+        (folder / name).write_text(f"a0: &a0 [x]\n{lists}")
+    (folder / "plan.json").write_text('{"tasks": [{"node": 1, "reads": "x"}, 5]}')
+    assert main([arguments[0], str(folder), *arguments[1:]]) == 0, capsys.readouterr()
+
+
 def test_torn_and_foreign_lines_are_not_in_reports(folder, tmp_path) -> None:
     found = read_run(folder)
     assert 0.5 in found["metrics"]["reward/mean"][1]
