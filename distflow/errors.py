@@ -27,6 +27,7 @@ from pathlib import Path
 _ALIKE = 0.6  # similarity (difflib's ratio) from which a word is proposed in place of another
 _CANDIDATES = 3  # words of which one with the same letters is preferred: two of its own are swapped
 _LISTED = 30
+_MISTAKES = 50  # mistakes that are shown
 _VALUE, _LINE, _COMMAND = 100, 600, 900
 """Characters of a value, of a line of a message, and of a line to paste, from which the middle is left out."""
 
@@ -113,8 +114,9 @@ class InvalidInput(DistflowError):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        body = "\n\n".join(str(mistake) for mistake in self.mistakes)
-        return body if len(self.mistakes) == 1 else f"{body}\n\n{len(self.mistakes)} mistakes."
+        body, count = "\n\n".join(map(str, self.mistakes[:_MISTAKES])), len(self.mistakes)
+        first = f" The first {_MISTAKES} are shown." if count > _MISTAKES else ""
+        return body if count == 1 else f"{body}\n\n{count} mistakes.{first}"
 
 
 class ColumnError(DistflowError):

@@ -7,13 +7,13 @@ torch): the families below are known here, and patterns for any other are checke
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 
+from distflow.config.model_code import read_json
 from distflow.config.models import tensor_shapes_of
 from distflow.config.run import Model
 from distflow.config.shipped import find
@@ -150,7 +150,7 @@ def parameter_sizes(spec: Spec, role: str) -> Sizes:
 def _of_folder(spec: Spec, model: Model) -> Sizes:
     folder = find(model.path or "", "models", spec.folder)
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else {}
+        config = read_json(folder / "config.json") if folder else {}
         renamed = _RENAMED.get(config.get("model_type", ""))
     except (OSError, ValueError, AttributeError):  # which another check reports
         renamed = None

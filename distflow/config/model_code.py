@@ -34,9 +34,17 @@ def needs_code(folder: Path) -> bool:
     return bool(code_of(folder)) and (not kind or f'"{kind}"' not in known_types())
 
 
+def read_json(file: Path) -> Any:
+    """Return what a JSON file of a model's folder holds. Raises OSError and ValueError: it cannot be read."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def _read(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     except (OSError, ValueError):  # which another check reports
         return {}
     return content if isinstance(content, dict) else {}

@@ -20,6 +20,7 @@ from typing import Any
 
 from distflow.config.extras import pip_line
 from distflow.config.hub import tensor_shapes
+from distflow.config.model_code import read_json
 from distflow.config.run import Lora, Model
 from distflow.config.shipped import find, on_hub
 from distflow.config.sizes import WIDENING, embedded_vision
@@ -252,7 +253,7 @@ _MEDIA = ("image", "audio", "video", "vision")
 def _beyond_embedding(spec: Spec, role: str, file: Path) -> Diagnostic | None:
     """Return a mistake where a tokenizer has tokens for which the model's embedding has no row."""
     try:
-        config = json.loads((file.parent / "config.json").read_text(encoding="utf-8"))
+        config = read_json(file.parent / "config.json")
         rows = config.get("vocab_size") or config["text_config"]["vocab_size"]
         beyond = [token for token, number in _vocabulary(file).items() if number >= rows
                   and not any(part in token.lower() for part in _MEDIA)]
@@ -278,7 +279,7 @@ def odd_token(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
 def _vocabulary(file: Path) -> dict[str, int]:
     """Return the numbers of the tokens in a tokenizer.json; none of a form that is not known."""
     try:
-        tokenizer = json.loads(file.read_text(encoding="utf-8"))
+        tokenizer = read_json(file)
         words, added = tokenizer["model"]["vocab"], tokenizer.get("added_tokens", ())
         named = words if isinstance(words, dict) else {word: number for number, (word, _) in enumerate(words)}
         return {**named, **{each["content"]: each["id"] for each in added}}
@@ -373,7 +374,7 @@ def _shapes(file: Path) -> dict[str, list[int]]:
         header = opened.read(int.from_bytes(opened.read(8), "little"))
     try:
         listed = json.loads(header)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return {name: item["shape"] for name, item in listed.items() if name != "__metadata__"}
 

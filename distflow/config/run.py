@@ -219,12 +219,13 @@ class Data(Document):
     """Prompts of a step, over all ranks; any number."""
     question: str = "question"
     """Field with the question: text, or chat messages with `role` and `content`. A dot enters a field:
-    extra_info.question. By default records of TRL (`prompt`), verl and Alpaca are recognised."""
+    extra_info.question. By default records of TRL (`prompt`), verl, Alpaca and Dolly are read."""
     answer: str = "answer"
     """Field with the right answer, or messages of which the last one of the assistant is the answer. Not needed if no
     reward and no node reads it."""
     targets: Literal["last", "all"] = "last"
-    """Assistant messages that supervised training imitates: the answer, or all. Not with `images`."""
+    """Assistant messages that supervised training imitates: the answer, or all without those of
+    `weight: 0`. Not with `images`."""
     drop_answer: bool = False
     """Remove an assistant message at the end of a question, which the model would continue."""
     system_prompt: str | None = None

@@ -26,6 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distflow.config.model_code import read_json
 from distflow.config.run import Model
 
 VOCABULARY = 512  # upper bound of the vocabulary that is trained for a model without a folder
@@ -122,7 +123,7 @@ class Shape:
 
 def read_config(file: Path) -> dict[str, Any]:
     """Return the settings in a Hugging Face `config.json`. Raises ValueError: it holds none."""
-    content = json.loads(file.read_text(encoding="utf-8"))
+    content = read_json(file)
     if not isinstance(content, dict):
         raise ValueError(f"it holds {json.dumps(content)[:80]}, not settings by their names")
     return content

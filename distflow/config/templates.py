@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from distflow.config.model_code import read_json
 from distflow.config.run import Data
 from distflow.config.shipped import find
 from distflow.config.spec import Spec
@@ -59,7 +59,7 @@ def template_of(spec: Spec, role: str) -> tuple[str | None, Path | None]:
     try:
         if own and own.is_file():
             return own.read_text(encoding="utf-8"), own
-        written = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config else None
+        written = read_json(config).get("chat_template") if config else None
     except (OSError, ValueError, AttributeError):
         return None, None
     if isinstance(written, list):  # by their names

@@ -139,7 +139,7 @@ def _renderer(template: str, options: dict[str, Any]) -> Callable[[list[dict[str
     environment.globals["strftime_now"] = lambda _: ""
     try:
         compiled = environment.from_string(template)
-    except TemplateError:
+    except (TemplateError, RecursionError):
         return lambda *_: ""
 
     def reason_of(messages: list[dict[str, Any]], tools: Any) -> str:

@@ -431,3 +431,10 @@ def test_validation_needs_a_role_that_answers(tmp_path: Path) -> None:
 
 def test_no_ranks() -> None:
     assert str(mistakes_of(ranks=0)[0]) == "a plan needs at least 1 rank, not 0."
+
+
+def test_of_many_mistakes_the_first_are_shown() -> None:
+    said = str(InvalidInput([Diagnostic(f"key {number} is unknown") for number in range(1000)]))
+    assert "key 49 is" in said
+    assert "key 50 is" not in said
+    assert said.endswith("1000 mistakes. The first 50 are shown.")

@@ -132,7 +132,8 @@ REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system ro
     (REFUSES, [], ""), ("{{ messages[0].role }}", ["system_prompt=Be brief."], ""),
     (REFUSES.replace("system'", "user'"), [], "refuses these messages: no system role.\n\n    1 |  "),
     (f"{{% generation %}}{REFUSES}{{% endgeneration %}}", ["system_prompt=Be brief."], "no system role"),
-    (REFUSES + "{{ broken", ["system_prompt=Be brief."], ""), ("{{ 1 // 0 }}{# raise_exception #}", [], "")])
+    (REFUSES + "{{ broken", ["system_prompt=Be brief."], ""),
+    (f"{{{{ {'(' * 5000}1{')' * 5000} }}}}", [], ""), ("{{ 1 // 0 }}{# raise_exception #}", [], "")])
 def test_what_a_chat_template_refuses_is_known_before_the_start(tmp_path, template, options, says):
     (tmp_path / "chat_template.jinja").write_text(template)
     settings = [f"roles.actor.model={tmp_path}", *(f"data.{option}" for option in options)]

@@ -124,6 +124,7 @@ def write(folder: Path, config: dict | str) -> Path:
     ({"model_type": "unheard-of"}, "does not know its `model_type: unheard-of`"),
     ({"hidden_size": 64}, "it has no `model_type`, by which transformers finds the class of a model"),
     ("[1]", "is not the configuration of a language model: it holds [1], not settings by their names"),
+    ("[" * 100_000, "is not the configuration of a language model: it is nested too deeply"),
     ({**PLAIN, "model_type": "llama", "hidden_size": "wide"}, "a value has the wrong type"),
     ({"model_type": "llama", "hidden_size": 64}, "it has no 'num_hidden_layers'")])
 def test_what_is_no_causal_language_model_is_refused_with_its_line(tmp_path: Path, config: dict | str,
