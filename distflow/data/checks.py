@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +55,7 @@ def check_data(spec: Spec, whole: bool = False) -> list[str]:
     """Read the data of a run, and return notes on what is no mistake but probably not meant. `whole`: compare
     validation with training data whatever their size, nearly equal questions too. Raises `InvalidInput`."""
     training = open_training_sets(spec.run.data, spec.data_path)
-    notes = _check_batch(spec, sum(map(len, training.values())))
+    notes = [*_check_batch(spec, sum(map(len, training.values()))), *_cut_texts(spec)]
     for name, records in training.items():
         empty = check_records(records, training_fields(spec), _nth(records), branches(spec, validation=False))
         notes += _check_rest(spec, name, records, empty, "others take their place")
@@ -70,6 +72,17 @@ def check_data(spec: Spec, whole: bool = False) -> list[str]:
         for name, other, found in overlaps(training, tested, spec.run.data.question, near=whole):
             notes += _overlap_note((name, training[name]), (other, tested[other]), found)
     return notes
+
+
+def _cut_texts(spec: Spec) -> Iterator[str]:
+    """Yield notes on texts of the run file that end where YAML begins a comment."""
+    for key in ("system_prompt", "prompt_suffix"):
+        where = spec.run_source.location(("data", key))
+        behind = where.text[where.column - 1 + where.length :]
+        if where.length and re.match(r"\s+#\S", behind):
+            text = json.dumps(f"{getattr(spec.run.data, key)}{behind.rstrip()}", ensure_ascii=False)
+            yield f"`{key}` ends at ` #`, where YAML begins a comment. If that belongs to it, write at {where}:  " \
+                  f"{key}: {text}"
 
 
 def _overlap_note(training: tuple[str, Records], tested: tuple[str, Records], found: Overlap) -> list[str]:

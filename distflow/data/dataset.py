@@ -25,7 +25,7 @@ from PIL import Image, UnidentifiedImageError
 from distflow.config.expressions import OWN_FILTER, expression
 from distflow.config.run import Data
 from distflow.contracts.decorators import load_module
-from distflow.data.forms import Form, columns_of, field_names, form_of, reader_of
+from distflow.data.forms import Form, as_messages, columns_of, field_names, form_of, reader_of
 from distflow.data.parquet import Parquet
 from distflow.data.problems import (
     CONVERSATION,
@@ -138,19 +138,30 @@ def _once(path: Path, use: object, make: Callable[[], _R]) -> _R:
     return _opened[key]
 
 
+_PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+"""Programs that unpack a file, by how it begins."""
+
+
 def _open_file(path: Path) -> Records:
-    kinds = {".jsonl": JsonLines, ".json": JsonLines, ".parquet": Parquet}
-    kind: type[Records] | None = SavedFolder if path.is_dir() else kinds.get(path.suffix)
-    if kind is None:
-        hint = "Known are .jsonl, .parquet and folders that `datasets` saved."
-        if path.suffix == ".csv":
-            hint += "\nInstead:  " + _python(f"import pandas; pandas.read_csv({str(path)!r}).to_json("
-                                             f"{str(path.with_suffix('.jsonl'))!r}, orient='records', lines=True)")
-        raise InvalidInput(Diagnostic(f"unknown kind of data: `{path.suffix or path.name}`", Location(str(path)), hint))
+    kinds = {".jsonl": JsonLines, ".ndjson": JsonLines, ".json": JsonLines, ".parquet": Parquet}
+    kind: type[Records] | None = SavedFolder if path.is_dir() else kinds.get(path.suffix.lower())
     try:
-        return kind(path)  # type: ignore[call-arg]
+        start = b"" if path.is_dir() else path.open("rb").read(6)
+        packed = next((program for begins, program in _PACKED.items() if start.startswith(begins)), "")
+        if kind and not packed:
+            return kind(path)  # type: ignore[call-arg]
     except OSError as error:
         raise InvalidInput(Diagnostic(f"it cannot be read: {error.strerror or error}", Location(str(path)))) from None
+    hint = "Known are .jsonl, .parquet and folders that `datasets` saved."
+    if packed:
+        bare = path.with_suffix("")
+        other = bare if bare.suffix in kinds else path.with_stem(f"{path.stem}-unpacked")
+        hint = f"Unpack it:  {packed} -dc {shlex.quote(str(path))} > {shlex.quote(str(other))}"
+    elif path.suffix == ".csv":
+        hint += "\nInstead:  " + _python(f"import pandas; pandas.read_csv({str(path)!r}).to_json("
+                                         f"{str(path.with_suffix('.jsonl'))!r}, orient='records', lines=True)")
+    what = f"it is packed by {packed}" if packed else f"unknown kind of data: `{path.suffix or path.name}`"
+    raise InvalidInput(Diagnostic(what, Location(str(path)), hint))
 
 
 class NamedRecords:
@@ -390,7 +401,7 @@ def _way_out(name: str, value: Any, kind: str, fields: RequiredFields) -> str:
 
 
 _SYNONYMS = {"question": ("question", "prompt", "problem", "query", "instruction", "input", "messages",
-                          "conversations", "*question", "text"),
+                          "conversation*", "*question", "text"),
              "answer": ("answer", "final_answer", "*answer", "solution", "response", "completion", "ground_truth",
                         "target", "output", "label", "chosen")}
 """Patterns of names under which data sets have a question and an answer, in small letters, likeliest first."""
@@ -414,7 +425,7 @@ def _remedy(name: str, record: Record, fields: RequiredFields) -> str:
     meant = {key: next((each for pattern in _SYNONYMS[key] for each in free
                         if fnmatchcase(each.lower().rpartition(".")[2], pattern)), "FIELD")
              for key, field in taken.items() if field not in record}
-    if is_conversation(record.get(meant.get("question", ""))):
+    if is_conversation(as_messages(record.get(meant.get("question", "")))):
         meant.pop("answer", None)  # it is in the conversation
     settings = " ".join(f"--set data.{key}={each}" for key, each in meant.items())
     guess = all(meant.get(key) == "FIELD" for key, field in taken.items() if field == name)
@@ -456,7 +467,7 @@ def _python(program: str) -> str:
 
 
 class JsonLines:
-    """Dataset of a JSON object in each line. Raises InvalidInput: the file is one JSON list, or in UTF-16."""
+    """Dataset of a JSON object in each line. Raises InvalidInput: the file is one JSON document, or in UTF-16."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -474,19 +485,19 @@ class JsonLines:
                                           self._iconv("UTF-16")))
         if len(self) and self._is_document():
             other = path.with_name(f"{path.stem}{'-lines' * (path.suffix == '.jsonl')}.jsonl")
-            program = f"import json; print(*map(json.dumps, json.load(open({str(path)!r}, encoding='utf-8')))," \
-                      " sep='\\n')"
-            raise InvalidInput(Diagnostic("this is one JSON list, and data is read as JSON lines: an object in each "
-                                          "line", self.location(0),
+            program = f"import json; read = json.load(open({str(path)!r}, encoding='utf-8')); print(*map(json.dumps, " \
+                      "read if isinstance(read, list) else [read]), sep='\\n')"
+            raise InvalidInput(Diagnostic("this is one JSON document, and data is read as JSON lines: an object in "
+                                          "each line", self.location(0),
                                           f"Instead:  {_python(program)} > {shlex.quote(str(other))}"))
 
     def _is_document(self) -> bool:
-        """Return whether the file is one list, which begins in its first line."""
+        """Return whether the file is one list, which begins in its first line, or an object that does not end there."""
         with self.path.open("rb") as file:
             _, start, end = self.spans[0].tolist()
             file.seek(start)
             first = file.read(min(end - start, _BLANK)).removeprefix(codecs.BOM_UTF8).strip()
-        return first.startswith(b"[") and (len(self) == 1 or first in (b"[", b"[{"))
+        return first == b"{" or (first.startswith(b"[") and (len(self) == 1 or first in (b"[", b"[{")))
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -570,7 +581,10 @@ class SavedFolder:
         try:
             self.data: Any = datasets.load_from_disk(str(path))
         except (FileNotFoundError, ValueError) as error:
-            raise InvalidInput(f"{path}: not a folder that `datasets` saved: {error}") from None
+            file = min((*path.glob("*.parquet"), *path.glob("*.jsonl")), default=None)
+            hint = f"Name its files:  data: {{train: [{file}, …]}}" if file else ""
+            raise InvalidInput(Diagnostic(f"not a folder that `datasets` saved: {error}", Location(str(path)),
+                                          hint)) from None
         if not isinstance(self.data, datasets.Dataset):
             hint = f"Name one:  {path}/{next(iter(self.data))}"
             raise InvalidInput(Diagnostic(f"it holds several splits: {', '.join(self.data)}", Location(str(path)),

@@ -22,7 +22,8 @@ from distflow.errors import Diagnostic, InvalidInput, abbreviated
 Record = dict[str, Any]
 QUESTION, ANSWER = (str(Data.model_fields[name].default) for name in ("question", "answer"))
 _ABSENT = object()
-_JSON_MESSAGES = re.compile(r'\s*\[\s*\{\s*"(role|from|content|value)"\s*:')
+_TURNS = (("role", "content"), ("role", "tool_calls"), ("from", "value"), ("from", "content"))
+"""Pairs of keys by one of which a mapping is a message."""
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
           "observation": "tool"} | {role: role for role in ("user", "assistant", "system", "tool")}
 """Roles of messages by the names that data sets have for them, in small letters. Another role stays as it is."""
@@ -41,7 +42,6 @@ class Form:
 
 
 _SHAREGPT_FIELD = "conversations"
-_ALPACA = Form("Alpaca's form", ("instruction", "input", "output"), "instruction", "output", "input")
 FORMS = (
     Form("verl's form", ("prompt", "reward_model.ground_truth"), "prompt", "reward_model.ground_truth"),
     Form("TRL's form of prompt and completion", ("prompt", "completion"), "prompt", "completion"),
@@ -50,7 +50,8 @@ FORMS = (
     Form("TRL's form of prompts", ("prompt",), "prompt"),
     Form("TRL's form of conversations", ("messages",), "messages"),
     Form("ShareGPT's form", (_SHAREGPT_FIELD,), _SHAREGPT_FIELD),
-    _ALPACA,
+    Form("Alpaca's form", ("instruction", "input", "output"), "instruction", "output", "input"),
+    Form("Dolly's form", ("instruction", "context", "response"), "instruction", "response", "context"),
 )
 
 
@@ -62,8 +63,9 @@ def field_names(record: Mapping[str, Any]) -> Iterator[str]:
 
 def form_of(record: Mapping[str, Any], data: Data) -> Form | None:
     """Return the form by which a record is read, or None where the run file's own names say what to read."""
-    if data.question == _ALPACA.question and _has(record, _ALPACA):
-        return _ALPACA
+    if named := next((form for form in FORMS if form.input and form.question == data.question and _has(record, form)),
+                     None):
+        return named
     if data.question != QUESTION or QUESTION in record:
         return None
     return next((form for form in FORMS if _has(record, form) and (
@@ -86,7 +88,7 @@ def reader_of(data: Data) -> Callable[[Record], Record]:
         for name in texts:
             if isinstance(value := result.get(name), str | list | dict):
                 result[name] = as_messages(value)
-        if form is _ALPACA or (form.question if form else data.question) == _SHAREGPT_FIELD:
+        if (form and form.input) or (form.question if form else data.question) == _SHAREGPT_FIELD:
             result[data.question] = _with_context(result.get(data.question), record)
         if isinstance(answer := result.get(data.answer), list) and answer and all(map(_is_number, answer)):
             result[data.answer] = [*map(answer_text, answer)]  # each is right; as numbers they would be an interval
@@ -121,18 +123,26 @@ def _is_number(value: Any) -> bool:
 def as_messages(value: Any) -> Any:
     """Return a conversation as messages with `role` and `content`, by the roles that templates know: also those of
     ShareGPT (`from`, `value`), of `User` and `model`, one message, or JSON text of any. Whatever else it is stays."""
-    if isinstance(value, str) and _JSON_MESSAGES.match(value):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return value
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") and ('"role"' in value or '"from"' in value):
+        parsed = _parsed(value)
+        turns = parsed if isinstance(parsed, list) else [parsed]
+        if turns and all(any(isinstance(turn, dict) and {*pair} <= turn.keys() for pair in _TURNS) for turn in turns):
+            value = parsed
     if isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value:
         value = [value]
     if isinstance(value, list) and value and all(map(_is_sharegpt, value)):
-        return [{"role": _role(turn["from"]), "content": turn.get("value", turn.get("content"))} for turn in value]
+        return [{"role": _role(turn["from"]), "content": turn.get("value", turn.get("content")),
+                 **{key: each for key, each in turn.items() if key == "weight"}} for turn in value]
     if isinstance(value, list) and any(_role(turn) != turn for turn in map(_own_role, value)):
         return [{**turn, "role": _role(turn["role"])} if _own_role(turn) else turn for turn in value]
     return value
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _own_role(turn: Any) -> Any:

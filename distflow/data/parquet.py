@@ -42,6 +42,8 @@ class Parquet:
         sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         self.starts = numpy.concatenate([[0], numpy.cumsum(sizes)]).astype(int)
         self.names: list[str] = self.file.schema_arrow.names
+        if twice := next((name for name in self.names if self.names.count(name) > 1), ""):
+            raise InvalidInput(Diagnostic(f"it has column `{twice}` twice", Location(str(path)), "Rename one of them."))
         self.columns: list[str] | None = None
         self.groups: dict[int, _Batches] = {}
         self.held = 0  # bytes of batches in memory

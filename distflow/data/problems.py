@@ -13,7 +13,7 @@ from distflow.config.run import Data
 from distflow.errors import Diagnostic, InvalidInput
 
 Record = dict[str, Any]
-_PYTHON_TEXT = re.compile(r"\s*\[\s*\{\s*'(role|from|content|value)'\s*:")
+_PYTHON_TEXT = re.compile(r"\s*\[?\s*\{\s*'\w+':.*[\]}]\s*\Z", re.DOTALL)
 _PYTHON = "JSON or a list: Python has written its messages as text; write them by `json.dumps`"
 _TOOLS = 'a list of tools as {"type": "function", "function": {…}}, or JSON text of one'
 ONLY_TEXT = "messages whose parts are all text, since the run file names no field with images"
@@ -166,11 +166,17 @@ def is_empty_question(value: Any) -> bool:
 
 def question_error(value: Any) -> str:
     """Return the requirement that a question fails; "" if it is right."""
-    if isinstance(value, str) and _PYTHON_TEXT.match(value):
+    if isinstance(value, str) and _is_printed(value):
         return _PYTHON
     if isinstance(value, list) and value and all(map(_is_message, value)):
         return ""
     return "" if isinstance(value, str) else 'text, or a list of messages as {"role": "user", "content": …}'
+
+
+def _is_printed(text: str) -> bool:
+    """Return whether a text is messages as Python prints them."""
+    pairs = (("'role':", "'content':"), ("'from':", "'value':"))
+    return any(one in text and other in text for one, other in pairs) and _PYTHON_TEXT.match(text) is not None
 
 
 def answer_error(value: Any, imitated: bool = False) -> str:
@@ -179,7 +185,7 @@ def answer_error(value: Any, imitated: bool = False) -> str:
     if isinstance(value, float | decimal.Decimal) and not math.isfinite(value):
         return "a finite number"
     if isinstance(value, str):
-        return _PYTHON if _PYTHON_TEXT.match(value) else ""
+        return _PYTHON if _is_printed(value) else ""
     if ends_with_answer(value):
         return "" if all(map(_is_message, value)) else _MESSAGES
     if isinstance(value, list | dict) and not imitated and question_error(value):  # messages are no data
@@ -206,7 +212,7 @@ def tools_error(value: Any) -> str:
     """Return the requirement that a field of tools fails; "" if it is right."""
     try:
         value = json.loads(value or "null") if isinstance(value, str) else value
-    except ValueError:
+    except (ValueError, RecursionError):
         return _TOOLS
     right = value is None or (isinstance(value, list) and all(isinstance(tool, dict) for tool in value))
     return "" if right else _TOOLS

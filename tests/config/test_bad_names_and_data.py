@@ -17,6 +17,7 @@ from distflow import cli
 from distflow.config import command_line
 from distflow.config.hub import data_set_line
 from distflow.config.load import load
+from distflow.data.checks import check_data
 from distflow.data.dataloader import UsableRecords
 from distflow.data.dataset import RequiredFields, check_records, open_records
 from distflow.errors import InvalidInput
@@ -67,7 +68,9 @@ def test_unknown_names_list_what_is_shipped(load_it: Callable, says: str) -> Non
     ("latin.jsonl", ("data/latin.jsonl:2: not UTF-8: byte 0xe9.", "\n" + " " * 26 + "^\n",
                      "iconv -f ISO-8859-1 -t UTF-8 data/latin.jsonl > data/latin-utf8.jsonl")),
     ("utf16.jsonl", ("data/utf16.jsonl: not UTF-8: it begins as UTF-16 does.", "iconv -f UTF-16 -t UTF-8")),
-    ("list.json", ("data/list.json:1: this is one JSON list, and data is read as JSON lines", "> data/list.jsonl")),
+    ("list.json", ("data/list.json:1: this is one JSON document, and data is read as JSON lines", "> data/list.jsonl")),
+    ("indented.json", ("data/indented.json:1: this is one JSON document", "> data/indented.jsonl")),
+    ("packed.jsonl", ("data/packed.jsonl: it is packed by gzip.", "gzip -dc data/packed.jsonl > data/packed-unp")),
     ("not_parquet.parquet", ("data/not_parquet.parquet: not a Parquet file",)),
 ])
 def test_data(file: str, says: tuple[str, ...]) -> None:
@@ -79,7 +82,8 @@ def test_data(file: str, says: tuple[str, ...]) -> None:
 
 
 def test_the_commands_that_mend_a_file_do(tmp_path: Path) -> None:
-    for file, made in (("list.json", "list.jsonl"), ("latin.jsonl", "latin-utf8.jsonl"),
+    for file, made in (("list.json", "list.jsonl"), ("indented.json", "indented.jsonl"),
+                       ("packed.jsonl", "packed-unpacked.jsonl"), ("latin.jsonl", "latin-utf8.jsonl"),
                        ("utf16.jsonl", "utf16-utf8.jsonl")):
         shutil.copy(Path("data") / file, tmp_path)
         with pytest.raises(InvalidInput) as caught:
@@ -295,3 +299,16 @@ def test_launch_gives_one_message_and_exit_code_2(good: list[str], tmp_path: Pat
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir()), "something was written"
+
+
+@pytest.mark.parametrize(("written", "noted"), [
+    ("End with #### and the number.", '{file}:4:  prompt_suffix: "End with #### and the number."'),
+    ("End with it. # as GSM8K does", ""), ('"End with #### and the number."', ""), ("End with#it", "")])
+def test_a_text_that_a_comment_cuts_is_noted(tmp_path: Path, written: str, noted: str) -> None:
+    file = tmp_path / "run.yaml"
+    (tmp_path / "sums.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    file.write_text(f"steps: 1\nroles: {{actor: {{model: {{architecture: qwen3}}}}}}\n"
+                    f"data: {{train: {tmp_path}/sums.jsonl, batch: 1,\n  prompt_suffix: {written}\n  }}\n")
+    notes = [note for note in check_data(load("grpo", str(file))) if "comment" in note]
+    assert len(notes) == bool(noted)
+    assert all(noted.format(file=file) in note for note in notes)

@@ -78,3 +78,10 @@ def test_a_full_temporary_folder_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", lambda **_: open("/dev/full", "wb"))  # noqa: SIM115
     with pytest.raises(InvalidInput, match=r"no room for the unpacked file(.|\n)*TMPDIR="):
         open_records(path, Data(train="")).get([0])
+
+
+def test_a_column_that_stands_twice_is_refused(tmp_path: Path):
+    columns = [pyarrow.array([text]) for text in ("1 + 1?", "2", "3")]
+    files.write_table(pyarrow.Table.from_arrays(columns, ["question", "answer", "answer"]), tmp_path / "a.parquet")
+    with pytest.raises(InvalidInput, match="it has column `answer` twice"):
+        open_records(tmp_path / "a.parquet")

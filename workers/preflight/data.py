@@ -124,7 +124,7 @@ def _calls(asked: str | list[Message]) -> Iterator[dict[str, Any]]:
 def _wrong_arguments(arguments: Any) -> str:
     try:
         read = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         read = arguments
     return "" if read is None or isinstance(read, dict) else shortened(str(arguments))
 
