@@ -129,7 +129,8 @@ repeatCount="indefinite"/></rect></clipPath>
 <text x="{_LEFT}" y="24">reward of {len(steps)} steps in {last - first:.0f} seconds; 0 to {highest:.2f}</text>
 {names}<path d="M{_LEFT} 40V210H{_WIDE - 20}" fill="none" stroke="#808080" stroke-opacity="0.4"/>
 <g clip-path="url(#past)"><polyline fill="none" stroke="#4a7fd6" stroke-width="2" points="{points}"/>{lanes}
-<text x="{across(died) + 5:.1f}" y="232" fill="#d64a4a">killed; back after {back - died:.1f} s</text></g>
+<path d="M{across(died):.1f} 40V286" stroke="#d64a4a" stroke-dasharray="4"/>
+<text x="{across(died) + 8:.1f}" y="232" fill="#d64a4a">killed; back after {back - died:.1f} s</text></g>
 </svg>
 """
 
