@@ -234,8 +234,10 @@ class CostModel:
         cost, task = self.tasks[number], self.problem.tasks[number]
         slowest, halves = 0.0, 0 if cost.by_layer(strategy) else 1 if cost.shards(strategy) else 2
         for groups, count in zip(stages, layers):
-            nbytes = 4 * count * task.trained / task.layers / strategy.tp
-            slowest = max(slowest, halves * self.network.half_ring(groups, strategy, nbytes)
+            nbytes = 4 * count * task.trained / task.parameters  # of a parameter of each layer
+            sums = sum(self.network.half_ring(groups, split, nbytes * each / split.tp)
+                       for each, split in cost.splits(strategy) if each)
+            slowest = max(slowest, halves * sums
                           + max(cost.step(self._device_groups[group], strategy, count) for group in groups))
         return task.epochs * task.mini_batches * slowest
 

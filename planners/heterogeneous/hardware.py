@@ -81,11 +81,13 @@ class Network:
         return tree + seconds if crossing else min((strategy.dp - 1) * link.latency + seconds, tree + 2 * seconds)
 
     def experts(self, groups: DeviceGroups, strategy: Strategy, nbytes: float) -> float:
-        """Return the seconds of an all-to-all of tokens among the experts' devices (Lepikhin et al. 2021, §3.2)."""
+        """Return the seconds of an all-to-all of tokens among the experts' devices (Lepikhin et al. 2021, §3.2). Each
+        slice sends its part of a share's tokens; those of a machine share its link."""
         if strategy.ep == 1:
             return 0.0
-        link, _ = self._spans(groups, strategy.ep * strategy.tp)
-        return link.latency + nbytes * (strategy.ep - 1) / strategy.ep / link.bandwidth
+        link, crossing = self._spans(groups, strategy.ep)
+        sent = nbytes * (strategy.ep - 1) / strategy.ep / (1 if crossing else strategy.tp)
+        return link.latency + sent / link.bandwidth
 
     def _spanning(self, groups: DeviceGroups, devices: int) -> tuple[NetworkLink, bool]:
         """Return the slowest link of a widest tree among devices of these groups, and whether it leaves a machine."""
@@ -156,7 +158,7 @@ class Roofline:
         trains, passes = task.kind == TRAIN, self._passes
         flop = tokens * ((self._flop + self._scored * self._head) * (1 - task.frozen / task.parameters / passes)
                          + 2 * context * task.queries / group.attention)
-        read = (self._weights - self._expert_weights * (1 - 1 / strategy.ep)) / tp
+        read = (self._weights - self._expert_weights) / tp + self._expert_weights / self._of_experts(strategy).tp
         roof = max((1 + group.overhead / tokens) * flop / tp / group.peak, read / group.bandwidth) \
             + tokens * (self._between_products + task.scored * self._logits / passes) / tp / group.bandwidth \
             + self._copied(strategy) / passes / group.bandwidth
@@ -191,12 +193,20 @@ class Roofline:
     def state(self, strategy: Strategy) -> float:
         """Return the bytes of one layer on a device as long as the task is resident."""
         held = self._held(strategy)
-        return self._own(strategy) * (held.whole + held.divided / strategy.dp)
+        return sum(each / split.tp * (held.whole + held.divided / split.dp) for each, split in self.splits(strategy))
 
-    def _own(self, strategy: Strategy) -> float:
-        """Return the parameters of one layer that a device computes with."""
-        task = self.task
-        return (task.parameters - task.expert_parameters * (1 - 1 / strategy.ep)) / task.layers / strategy.tp
+    def splits(self, strategy: Strategy) -> list[tuple[float, Strategy]]:
+        """Return one layer's parameters that all of a stage's devices split alike, and how: `dp` of them have the same,
+        one of `tp` slices."""
+        dense = self.task.parameters - self.task.expert_parameters
+        return [(dense / self.task.layers, strategy),
+                (self.task.expert_parameters / self.task.layers, self._of_experts(strategy))]
+
+    def _of_experts(self, strategy: Strategy) -> Strategy:
+        """Return the split of experts: Megatron divides them over `ep` of a stage's devices, whatever its `tp`."""
+        if self.task.kind == GENERATE or self.shards(strategy):
+            return strategy
+        return strategy._replace(dp=strategy.dp * strategy.tp // strategy.ep, tp=strategy.ep)
 
     def shards(self, strategy: Strategy) -> bool:
         """Return whether the shares divide the weights among themselves and gather them to compute, as FSDP2 does; it

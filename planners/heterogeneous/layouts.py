@@ -322,8 +322,8 @@ def strategies(task: ModelTask, most: int, tp: int, pp: int) -> Iterator[Strateg
     powers = [2**power for power in range(largest.bit_length() - 1, -1, -1)]
     micros = dict.fromkeys([largest, min(fitting, even), *powers])
     for micro in micros:
-        for ep in (size for size in (1, 2, 4, 8) if size == 1 or (task.experts % size == 0 and dp % size == 0
-                                                                  and task.experts)):
+        for ep in (1, *(size for size in (2, 4, 8, 16, 32, 64) if task.experts and task.kind != GENERATE
+                        and task.experts % size == 0 and dp * tp % size == 0)):
             yield Strategy(dp, tp, pp, ep, micro)
 
 

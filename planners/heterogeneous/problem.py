@@ -273,7 +273,7 @@ class Problem:
 
 
 class Strategy(NamedTuple):
-    """`dp` shares × `pp` stages × `tp` slices; experts cut `ep` ways over the shares; rows of a micro-batch."""
+    """`dp` shares × `pp` stages × `tp` slices; experts cut `ep` ways over a stage's devices; rows of a micro-batch."""
 
     dp: int
     tp: int = 1
