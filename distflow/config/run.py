@@ -113,8 +113,7 @@ class Generation(Document):
     quantization: Literal["none", "fp8"] = "none"
     """fp8: vLLM on a GPU samples with 8-bit weights and activations. Correct for it with `truncated_importance`."""
     routing_replay: bool = False
-    """Train a mixture with the experts that its rollout chose for each token (R3, Ma et al. 2025). For `rollout: hf` or
-    `vllm`."""
+    """Train a mixture with the experts that its rollout chose for each token (R3, Ma et al. 2025)."""
     cuda_graphs: bool = True
     """Capture decoding as CUDA graphs; `rollout: hf` only for dense models without windows or images."""
     batch_invariant: bool = False

@@ -11,13 +11,16 @@ import torch
 
 from distflow.config.models import ROLLOUTS
 from distflow.config.run import Generation, Lora, RoleRun
-from workers.engines import engine_class
+from distflow.data.batch import Ragged
+from workers.engines import attention, engine_class
 from workers.engines.embedded import build_model, build_tokenizer
+from workers.engines.fsdp import FSDPEngine
 from workers.engines.rollout import Rollout
 
 VOCABULARY = 270
 ENDS = [2, *range(3, VOCABULARY, 9)]
 LIMIT = 24
+REPLAY = {"routing_replay": True}
 HALFWAY = {"test_an_abort_gives_what_there_is_and_the_row_goes_on_as_if_nothing_had_been",
            "test_pause_and_resume",
            "test_what_one_rank_has_begun_another_ends",
@@ -74,9 +77,9 @@ def mixture() -> Any:
                        kv_heads=2)
 
 
-def undecided(model: Any) -> Any:
+def undecided(model: Any, seed: int = 1) -> Any:
     """The mixture with pairs of experts that only rounding tells apart: a router's rows are equal to 1e-7."""
-    draw = torch.Generator().manual_seed(1)
+    draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("mlp.gate.weight"):
@@ -91,3 +94,17 @@ def build(name: str, mesh: Any, model: Any, dtype: str = "float32", lora: Lora |
         **{"max_new_tokens": LIMIT, "batch_rows": 64, **TRAITS[name].generation, **generation}))
     tokenizer = build_tokenizer(["one two three"], vocab_size=VOCABULARY)
     return engine_class(ROLLOUTS[name]).build(model, tokenizer, settings, mesh, 0, ENDS)
+
+
+def trainer_of(model: Any, copied: Any, mesh: Any) -> FSDPEngine:
+    """The trainer of a mixture's weights, in a model that is built alike."""
+    copied.load_state_dict(model.state_dict())
+    copied.set_attn_implementation(attention.NAME)
+    return FSDPEngine(copied, RoleRun(generation=REPLAY), mesh, 0, 1, trained=True)
+
+
+def apart(engine: FSDPEngine, prompts: Ragged, samples: Any, experts: Ragged | None) -> float:
+    """The largest difference of a log-probability in training, with the given experts."""
+    repeated = prompts.select(torch.arange(len(prompts)).repeat_interleave(2))
+    found = engine.logprobs(repeated, samples.tokens, 1.0, routed_experts=experts)
+    return float((found.values - samples.logprobs.values).abs().max())

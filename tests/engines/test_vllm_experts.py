@@ -10,27 +10,15 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from engines.rollouts import build, mixture, undecided
+from engines.rollouts import REPLAY, apart, build, mixture, trainer_of, undecided
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from distflow.config.run import RoleRun
 from distflow.data.batch import Ragged
-from workers.engines import attention
 from workers.engines.devices import NAMES
-from workers.engines.fsdp import FSDPEngine
 from workers.engines.routing import Routing
 
 pytest.importorskip("vllm")
-
-REPLAY = {"routing_replay": True}
-
-
-def trainer_of(model, mesh) -> FSDPEngine:
-    copied = mixture()
-    copied.load_state_dict(model.state_dict())
-    copied.set_attn_implementation(attention.NAME)
-    return FSDPEngine(copied, RoleRun(generation=REPLAY), mesh, 0, 1, trained=True)
 
 
 def changed(model) -> None:
@@ -40,18 +28,12 @@ def changed(model) -> None:
                 parameter.mul_(1.2)
 
 
-def apart(engine: FSDPEngine, prompts: Ragged, samples, experts: Ragged | None) -> float:
-    repeated = prompts.select(torch.arange(len(prompts)).repeat_interleave(2))
-    found = engine.logprobs(repeated, samples.tokens, 1.0, routed_experts=experts)
-    return float((found.values - samples.logprobs.values).abs().max())
-
-
 def test_experts_come_and_those_that_it_chose_are_trained(mesh, prompts):
     """The model's own routers, which round otherwise, choose others."""
     model = undecided(mixture())
     engine, ids = build("vllm", mesh, model, **REPLAY), torch.arange(2 * len(prompts))
     for version in range(2):
-        trainer = trainer_of(model, mesh)
+        trainer = trainer_of(model, mixture(), mesh)
         samples = engine.generate(prompts, 2, ids, key=version)
         experts = Routing.of(model).column(samples.experts, prompts.lengths.repeat_interleave(2),
                                            samples.tokens.lengths)

@@ -81,6 +81,11 @@ def _seeded_sampling(operators: types.ModuleType) -> None:
     operators.kernels = kernels  # they are there as long as this is
 
 
+def _unpinned(pools: types.ModuleType) -> None:
+    """CUDA alone can pin host memory."""
+    pools._cuda_host_register = lambda *_, **__: None
+
+
 def murmur_hash32(seed, positions, columns):
     """MurmurHash3 (Appleby 2011), 32 bits, of each row's seed (64 bits) and position and each column: uint32 [R, C]."""
     import torch
@@ -112,5 +117,6 @@ def _other_models() -> str:
 os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", _other_models())
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # its compiler looks for Triton, and takes minutes
 sys.meta_path.insert(0, Afterwards({"sglang.srt.arg_groups.choices": _seeded_attention,
-                                    "sglang.srt.batch_invariant_ops": _seeded_sampling}))
+                                    "sglang.srt.batch_invariant_ops": _seeded_sampling,
+                                    "sglang.srt.mem_cache.pool_host.common": _unpinned}))
 sys.meta_path.append(Nothing())

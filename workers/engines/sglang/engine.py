@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import copy
 import itertools
@@ -32,9 +33,11 @@ from distflow.rpc.shared_memory import machine_name
 from distflow.telemetry import heartbeat
 from distflow.weights import fingerprint
 from distflow.weights.fingerprint import Sums, add_up
+from workers.engines.capabilities import decoder_layers
 from workers.engines.devices import dimension
 from workers.engines.external import ExternalRollout, RequestSession, cache_on_cpu, end_turn
 from workers.engines.rollout import SampledRow, require_shapes
+from workers.engines.routing import Routing, routers_of
 from workers.engines.sampling import TokenLimits, key_of
 from workers.engines.sglang.server import SGLangServer
 from workers.engines.sglang.weights import Buckets, serialize_handles
@@ -94,6 +97,8 @@ class TurnResult(NamedTuple):
     logprobs: list[float]
     versions: list[int]
     aborted: bool
+    experts: str
+    """Base64 of int32 [tokens read, layers, experts of a token], "" if they were not asked for."""
 
 
 class SGLangSession(RequestSession):
@@ -139,9 +144,10 @@ class SGLangSession(RequestSession):
         """End the turns; return the aborted rows and keep the others for the next step."""
         aborted = []
         for turn in itertools.starmap(TurnResult, turns):
+            row = self.turns.pop(turn.request)
+            row.experts = self.engine.experts_of(turn.experts)
             (aborted if turn.aborted else self.ended).append(end_turn(
-                self.turns.pop(turn.request), turn.tokens, turn.logprobs, turn.versions,
-                bool(turn.tokens) and turn.tokens[-1] in self.ends))
+                row, turn.tokens, turn.logprobs, turn.versions, bool(turn.tokens) and turn.tokens[-1] in self.ends))
         return aborted
 
     def _send(self, new: dict[str, SampledRow]) -> list[TurnResult]:
@@ -150,13 +156,15 @@ class SGLangSession(RequestSession):
         return self._receive(0.0 if self.ended else _FIRST_TIMEOUT if new else _STEP_TIMEOUT)
 
     def _body(self, new: dict[str, SampledRow]) -> dict[str, Any]:
-        settings, limits = self.engine.generation, self.limits or self.engine.generation
+        settings = self.engine.generation
+        limits = self.limits or settings
         # SGLang draws differently once any row of a batch is greedy or has a top-k: with seeds, give a top-k to all.
         no_limit = self.engine.vocabulary if settings.batch_invariant else -1
         common = {"temperature": self.temperature, "top_p": limits.top_p, "top_k": limits.top_k or no_limit,
                   "stop_token_ids": sorted(self.ends)}
         return {"rid": list(new), "input_ids": [row.sequence.tolist() for row in new.values()],
-                "extra_key": str(self.engine.version), "return_logprob": True, "sampling_params": [
+                "extra_key": str(self.engine.version), "return_logprob": True,
+                "return_routed_experts": settings.routing_replay, "sampling_params": [
                     {**common, "max_new_tokens": row.limit, "sampling_seed": key_of(self.key_of(row), row.id)}
                     for row in new.values()]}
 
@@ -187,7 +195,8 @@ class SGLangSession(RequestSession):
         versions = [int(span["version"]) for span in meta.get("weight_versions", ())
                     for _ in range(span["start"], span["end"])]
         logprobs = [chosen[0] for chosen in meta.get("output_token_logprobs", [])]
-        return TurnResult(request, tokens, logprobs, versions, reason["type"] == "abort" and not complete)
+        return TurnResult(request, tokens, logprobs, versions, reason["type"] == "abort" and not complete,
+                          meta.get("routed_experts") or "")
 
     def _abort(self) -> list[TurnResult]:
         left, results = set(self.aborting), []
@@ -215,6 +224,9 @@ class SGLangRollout(ExternalRollout):
                  ep: int = 1):
         super().__init__(model, settings, mesh, seed, end_tokens, ep)
         self.share = TPGroup(mesh)
+        self.routing = Routing.of(model) if self.generation.routing_replay else None
+        layers = decoder_layers(model)
+        self.layers, self.sparse = len(layers), [index for index, layer in enumerate(layers) if routers_of(layer)]
         self.server: SGLangServer | None = None  # the server, on the rank that owns it
         try:
             self.share.broadcast(lambda: self._start(model, seed))
@@ -258,9 +270,17 @@ class SGLangRollout(ExternalRollout):
                  "log-level": "warning", **special(config, settings, self.dtype)}
         switches = ["--skip-tokenizer-init", "--sleep-on-idle",
                     *(["--enable-deterministic-inference"] * settings.batch_invariant),
+                    *(["--enable-return-routed-experts"] * settings.routing_replay),
                     *(["--enable-memory-saver"] if self.device == "cuda" else []),
                     *([] if self.device == "cuda" and self.generation.cuda_graphs else ["--disable-cuda-graph"])]
         return [*(str(part) for name, value in flags.items() for part in (f"--{name}", value)), *switches]
+
+    def experts_of(self, encoded: str) -> Tensor | None:
+        """Return what the server's routers chose [tokens, layers with routers, experts of a token]."""
+        if self.routing is None or not encoded:
+            return None
+        found = torch.frombuffer(bytearray(base64.b64decode(encoded)), dtype=torch.int32)
+        return found.view(-1, self.layers, self.routing.experts_per_token)[:, self.sparse].to(self.routing.dtype)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Load weights; rows under way are prefilled again, since their caches belong to the old weights."""
