@@ -75,7 +75,7 @@ class Diagnostic:
     lines: tuple[Location, ...] = ()
     """Lines to show in place of `where`, for a mistake that several lines make together."""
     of_machine: bool = False
-    """Whether it is of this machine: a plan of a run elsewhere is as good with it."""
+    """Whether a plan is as good with it: this machine lacks something, or an engine does not compute a model."""
 
     def __str__(self) -> str:
         what = "\n".join(map(_clipped, self.what.split("\n")))

@@ -9,13 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-_CLASSIFIERS = {"ForSequenceClassification": "SEQUENCE_CLASSIFICATION",
-                "ForTokenClassification": "TOKEN_CLASSIFICATION"}
 
-
-def why_refused(config: dict[str, Any], valued: bool) -> str:
-    """Return why a configuration's model can neither be trained nor sampled, "" if it may be. `valued`: a role that
-    gives a number for each token, for which classifiers serve too."""
+def why_refused(config: dict[str, Any]) -> str:
+    """Return why a configuration's model can neither be trained nor sampled, "" if it may be."""
     kind, architectures = config.get("model_type"), config.get("architectures") or ()
     if not isinstance(kind, str) or not kind:
         return "it has no `model_type`, by which transformers finds the class of a model"
@@ -23,18 +19,20 @@ def why_refused(config: dict[str, Any], valued: bool) -> str:
         return f"its `architectures` must be a list of names of classes, not {architectures!r}"
     if f'"{kind}"' not in known_types():
         return f"transformers {version('transformers')} does not know its `model_type: {kind}`"
-    architecture = str(next(iter(architectures), ""))
-    if valued and any(architecture.endswith(suffix) and kind in _types(name) for suffix, name in _CLASSIFIERS.items()):
-        return ""
     if config.get("is_encoder_decoder") or kind in _types("SEQ_TO_SEQ_CAUSAL_LM"):
         return f"`{kind}` is an encoder and a decoder, and rows here are read by a decoder alone"
     if kind not in _types("CAUSAL_LM") | _types("IMAGE_TEXT_TO_TEXT"):
         return f"transformers has no causal language model of `model_type: {kind}`"
-    if kind in _types("MASKED_LM") | {"bert-generation"} and not config.get("is_decoder"):
+    if kind in _types("MASKED_LM") and not config.get("is_decoder"):
         return f"`{kind}` is an encoder, whose tokens see those after them (is_decoder: false)"
     if kind == "cpmant":
         return f"`{kind}` takes each token 0 for padding on the left, and rows here are padded on the right"
     return ""
+
+
+def has_classifier(kind: str) -> bool:
+    """Return whether transformers has a sequence classifier of a `model_type`: models with a value head are such."""
+    return kind in _types("SEQUENCE_CLASSIFICATION")
 
 
 @functools.cache

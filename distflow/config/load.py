@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from distflow.config import command_line
 from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.dag import Dag
-from distflow.config.families import why_refused
+from distflow.config.families import has_classifier, why_refused
 from distflow.config.freeze import check_freeze
 from distflow.config.hub import data_set_line, fetched
 from distflow.config.loggers import lack_of, loggers_of
@@ -36,7 +37,7 @@ from distflow.contracts.functions import find_functions
 from distflow.contracts.losses import check_losses, qualify_losses
 from distflow.contracts.rewards import check_rewards
 from distflow.contracts.templates import check_templates
-from distflow.errors import Diagnostic, InvalidInput, shown
+from distflow.errors import Diagnostic, InvalidInput, listing, shown
 from distflow.plan import SOURCE
 
 _WEIGHTS = {"weights (*.safetensors)": ["*.safetensors", "pytorch_model*.bin"]}
@@ -221,17 +222,42 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str, bool]:
         return *refusal(folder, f"`{shown(folder)}`"), False
     try:
         content = read_config(folder / "config.json")
-        if why := why_refused(content, spec.dag.roles[role].head == "value"):
+        if why := why_refused(content):
             return f"`{shown(folder)}` holds no causal language model: {why}", _OTHER_MODEL, False
+        if spec.dag.roles[role].head == "value" and not has_classifier(kind := content["model_type"]):
+            return f"transformers has no sequence classifier of `model_type: {kind}`, which  head: value  needs", \
+                "Give this role a model of another family, with the same tokenizer.", False
         if shape := shape_of(content):
             spec.shapes[role] = shape
+        if quantized := content.get("quantization_config"):
+            return _quantized(folder, quantized)
     except ValueError as error:
         return f"{shown(folder / 'config.json')} is not the configuration of a language model: {error}", "", False
     needed = _TOKENIZER if hub else _WEIGHTS | _TOKENIZER  # which are downloaded later
     for kind, patterns in needed.items():
         if not any(next(folder.glob(pattern), None) for pattern in patterns):
             return f"`{shown(folder)}` is no whole model folder: it has no {kind}", remedy, True
+    if not hub and (missing := _missing_parts(folder)):
+        return f"`{shown(folder)}` is no whole model folder: {listing(missing, 'its index names, and it lacks')}", \
+            remedy, True
     return "", "", False
+
+
+def _quantized(folder: Path, how: Any) -> tuple[str, str, bool]:
+    """Return why quantized weights are refused: engines would compute with them as if they were the weights."""
+    method = how.get("quant_method") if isinstance(how, dict) else how
+    return (f"`{shown(folder)}` has quantized weights (quant_method: {method}), and training needs them whole",
+            "Take the model as it was before, or write it with whole weights by transformers, where it dequantizes "
+            "this method:  model.dequantize().save_pretrained(…)", True)
+
+
+def _missing_parts(folder: Path) -> list[str]:
+    """Return the files of weights that a folder's index names and that are not there, as after half a download."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return []
+    named = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
+    return sorted({file for file in named.values() if not (folder / file).is_file()})
 
 
 def _unset_keys(spec: Spec) -> list[Diagnostic]:

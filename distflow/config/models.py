@@ -20,10 +20,11 @@ from typing import Any
 
 from distflow.config.extras import pip_line
 from distflow.config.hub import tensor_shapes
+from distflow.config.megatron_models import why_unmapped
 from distflow.config.model_code import read_json
 from distflow.config.run import Lora, Model
 from distflow.config.shipped import find, on_hub
-from distflow.config.sizes import WIDENING, embedded_vision
+from distflow.config.sizes import WIDENING, embedded_vision, read_config
 from distflow.config.spec import Spec
 from distflow.errors import Diagnostic, did_you_mean
 
@@ -73,7 +74,6 @@ ROLLOUTS: dict[str, Engine] = {
         "ep on CPUs": "its kernel (csrc/cpu/cpu_fused_moe.cpp of 0.32) crashes at experts of other ranks",
         "speculative decoding": "it takes no logits processor beside it, by which distflow draws tokens"}),
     "sglang": Engine("workers.engines.sglang.engine:SGLangRollout", ("sglang",), ("0.5.23",), cannot=_SAMPLES | {
-        "routing_replay": "distflow does not read routed experts from its server",
         "ep on CPUs": "its kernel (layers/moe/fused_moe_native.py:77 of 0.5.23) fails at experts of other ranks: "
                       "index -1 is out of bounds",
         "quantization": "distflow has not replaced the weights of a quantized server",
@@ -120,7 +120,20 @@ def check_engines(spec: Spec) -> list[Diagnostic]:
                 what = f"role `{role}` wants `{key}: {name}` and {_FEATURE_KEYS[feature]}, which it cannot do: " \
                        f"{engine.cannot[feature]}"
                 mistakes.append(Diagnostic(what, where, f"Instead:  {key}: {_default(key)}"))
+        if why := name == "megatron" and why_unmapped(_config_of(spec, role)):
+            what = f"role `{role}` wants `engine: megatron`, which cannot compute its model: {why}"
+            mistakes.append(Diagnostic(what, where, "Instead:  engine: fsdp", of_machine=True))  # its plan holds
     return mistakes + _conflicting_batch_invariance(spec) + _without_experts(spec) + _blind(spec)
+
+
+def _config_of(spec: Spec, role: str) -> dict[str, Any]:
+    """Return the configuration of a role's model; of one that is not known or built here, of a family that all know."""
+    model = spec.model_of(role)
+    folder = find(model.path, "models", spec.folder) if model and model.path else None
+    try:
+        return read_config(folder / "config.json") if folder else {"model_type": "qwen3"}
+    except (OSError, ValueError):  # which is another mistake
+        return {"model_type": "qwen3"}
 
 
 def _blind(spec: Spec) -> list[Diagnostic]:
@@ -164,7 +177,6 @@ def untested(spec: Spec) -> Iterator[str]:
 
 _FEATURE_KEYS = {"lora": "`lora`", "images": "`data.images`", "value": "`head: value`", "replicas": "`replicas`",
            "stop": "`generation.stop`", "min_p": "`min_p`",
-           "routing_replay": "`generation.routing_replay`",
            "quantization": "`generation.quantization`",
            "other tokens": "runs `top_logprobs` or `distillation_update`",
            "narrow heads": "a tiny model with `head_dim` below 32",
@@ -178,7 +190,6 @@ def _features(spec: Spec, role: str) -> list[str]:
               "value": spec.dag.roles[role].head == "value", "replicas": settings.replicas > 1,
               "stop": bool(settings.generation.stop),
               "min_p": settings.generation.min_p > 0 or bool(spec.run.validation and spec.run.validation.min_p),
-              "routing_replay": settings.generation.routing_replay,
               "quantization": settings.generation.quantization != "none",
               "other tokens": any(node.role == role and node.function in ("top_logprobs", "distillation_update")
                                   for node in spec.dag.nodes.values()),

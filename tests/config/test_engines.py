@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib.metadata import PackageNotFoundError
 from unittest.mock import Mock
@@ -10,8 +11,12 @@ import pytest
 
 from distflow.cli import main
 from distflow.config.extras import pip_line
+from distflow.config.megatron_models import LLAMA3, why_unmapped
 from distflow.config.models import ROLLOUTS, TRAINERS, TRANSPORTS
 from distflow.config.run import Generation
+
+TINY = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
+        "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 320, "max_position_embeddings": 512}
 
 
 def test_everything_that_is_refused_is_listed(capsys):
@@ -65,3 +70,37 @@ def test_vllm_is_asked_for_what_is_set(asked, given):
 
     settings = on_gpu(Generation(quantization=asked, memory_share=0.4))
     assert (settings.get("quantization"), settings["gpu_memory_utilization"]) == (given, 0.4)
+
+
+@pytest.mark.parametrize(("config", "says"), [
+    ({"model_type": "gemma"}, "the types llama, qwen2, qwen3, qwen3_moe, and this one has  model_type: gemma"),
+    ({"model_type": "qwen2", "hidden_act": "gelu"}, "hidden_act: gelu"),
+    ({"model_type": "qwen2", "use_sliding_window": True}, "sliding-window"),
+    ({"model_type": "llama", "mlp_bias": True}, "mlp_bias: true"),
+    ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "mixes them"),
+    ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
+    ({"model_type": "qwen3", "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+    ({"model_type": "qwen3", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, ""),
+    ({"model_type": "llama", "rope_scaling": {"type": "llama3", "factor": 8.0, **LLAMA3}}, ""),
+    ({"model_type": "llama", "rope_scaling": {"type": "llama3", "factor": 8.0, **LLAMA3, "low_freq_factor": 2.0}},
+     "rotary embeddings"),
+])
+def test_models_that_megatron_does_not_compute_are_known_by_their_configurations(config, says):
+    said = why_unmapped(config)
+    assert says in said
+    assert bool(said) == bool(says)
+
+
+def test_a_model_that_megatron_does_not_compute_is_refused_before_the_start(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.16.1")
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    for name, text in (("config.json", json.dumps({**TINY, "hidden_act": "gelu"})), ("tokenizer.json", ""),
+                       ("model.safetensors", "")):
+        (folder / name).write_text(text)
+    command = ["sft", "--ranks", "1", "--set", f"roles.actor.model={folder}", "--set", "roles.actor.engine=megatron"]
+    assert main(["validate", *command]) == 2
+    assert "wants `engine: megatron`, which cannot compute its model: it knows  hidden_act: silu" \
+        in " ".join(capsys.readouterr().err.replace("  ", "\0").split()).replace("\0", "  ")
+    assert main(["plan", *command]) == 0
+    assert "a run on this machine would be refused" in " ".join(capsys.readouterr().out.split())

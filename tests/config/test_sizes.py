@@ -135,6 +135,24 @@ def test_what_is_no_causal_language_model_is_refused_with_its_line(tmp_path: Pat
     assert not mistake.of_machine
 
 
+def test_quantized_weights_and_half_a_download_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
+    config = {**PLAIN, "model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4}}
+    quantized, half = write(tmp_path / "quantized", config), write(tmp_path / "half", {**PLAIN, "model_type": "llama"})
+    (half / "model.safetensors.index.json").write_text(json.dumps(
+        {"weight_map": {"model.norm.weight": "model.safetensors", "lm_head.weight": "model-2.safetensors"}}))
+    for folder, says in ((quantized, "has quantized weights (quant_method: awq), and training needs them whole"),
+                         (half, "its index names, and it lacks: model-2.safetensors")):
+        mistakes = load_for_planning("sft", None, [f"roles.actor.model={folder}"]).mistakes
+        assert [mistake for mistake in mistakes if says in mistake.what and mistake.of_machine]
+
+
+def test_a_value_head_is_refused_where_transformers_has_no_classifier(tmp_path: Path) -> None:
+    folders = [write(tmp_path / kind, {**PLAIN, "model_type": kind}) for kind in ("llama", "bloom", "mamba")]
+    for folder, refused in zip(folders, (False, False, True)):
+        mistakes = load_for_planning("ppo", None, [f"roles.critic.model={folder}"]).mistakes
+        assert any("no sequence classifier of `model_type: mamba`" in mistake.what for mistake in mistakes) == refused
+
+
 def planned(folder: Path, dag: str, *overrides: str):
     """Plan with a model whose tokenizer is not looked at."""
     spec = load_for_planning(dag, None, [f"roles.actor.model={folder}", "validation=null", *overrides])

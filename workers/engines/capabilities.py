@@ -54,8 +54,12 @@ class Capabilities:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Capabilities:
+        """Raises EngineError: tokens of the model see those after them."""
         layers = decoder_layers(model)
         mixers = [list(token_mixers(layer)) for layer in layers]
+        if {getattr(mixer, "is_causal", None) for found in mixers for mixer in found} == {False}:
+            raise EngineError(f"{type(model).__name__} is an encoder by its configuration: its tokens see those after "
+                              "them, which it would be taught to copy. Give the role a decoder")
         unknown = [_unknown(mixer) for found in mixers for mixer in found if _calls_attention(type(mixer))]
         plain = next(filter(None, map(_other_mixing, mixers)), "") or _other_places(model) or \
             _other_cache(model.config, len(layers))

@@ -31,7 +31,7 @@ from distflow.config.spec import Spec
 from distflow.data.checks import training_fields
 from distflow.data.dataset import open_training_sets
 from distflow.data.problems import answer_text, asked_and_answered, content_text, mended_record, messages_of
-from distflow.errors import Diagnostic, InvalidInput, Location, shown
+from distflow.errors import Diagnostic, InvalidInput, Location, listing, shown
 from distflow.telemetry import events
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.value import with_value_head
@@ -117,11 +117,24 @@ def _load_folder(folder: Path, head: Head) -> PreTrainedModel:
     kind = (config.architectures or [""])[0]
     classifier = next((each for each in (AutoModelForSequenceClassification, AutoModelForTokenClassification)
                        if kind.endswith(each.__name__.removeprefix("AutoModel"))), None)
-    if head == "value" and classifier:
-        return _frozen_as_built(_read(classifier, folder, **_WEIGHTS))
     vision = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    model = _frozen_as_built(_read(AutoModelForImageTextToText if vision else AutoModelForCausalLM, folder, **_WEIGHTS))
-    return with_value_head(model) if head == "value" else model
+    language = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+    kept = classifier if head == "value" else None
+    model, report = _read(kept or language, folder, output_loading_info=True, ignore_mismatched_sizes=True, **_WEIGHTS)
+    model = _frozen_as_built(model)
+    model = with_value_head(model) if head == "value" and not kept else model
+    _require_whole(model, folder, {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
+    return model
+
+
+def _require_whole(model: PreTrainedModel, folder: Path, drawn: set[str]) -> None:
+    """Refuse a folder whose files lack weights of its model, or have them in other shapes: transformers has `drawn`
+    them at random."""
+    if lacking := sorted(drawn & model.state_dict().keys()):
+        what = f"`{shown(folder)}` is no whole {type(model).__name__}: its files do not have, or in another shape, " \
+               f"{listing(lacking, f'{len(lacking)} of its weights')}"
+        hint = "Take a folder that has them. Base models and classifiers are saved without a head that gives tokens."
+        raise InvalidInput(Diagnostic(what, None, hint))
 
 
 def _frozen_as_built(model: PreTrainedModel) -> PreTrainedModel:

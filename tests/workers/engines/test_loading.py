@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distflow.config.load import load
@@ -126,3 +126,29 @@ def test_pickled_weights_hold_tensors_alone(hostile):
     torch.save({**weights, "more": Runs()}, hostile / "pytorch_model.bin")
     with pytest.raises(pickle.UnpicklingError):
         _load_folder(hostile, "lm")
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda tensors: tensors.pop("lm_head.weight"), r"1 of its weights: lm_head\.weight"),
+    (lambda tensors: tensors.update({"model.norm.weight": torch.ones(8)}), r"1 of its weights: model\.norm\.weight")])
+def test_a_folder_that_lacks_weights_is_refused(tmp_path, change, says):
+    """transformers draws them at random, and says so where nobody reads it."""
+    model = build_model(270, 0, layers=2, hidden=64, heads=2, kv_heads=1)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(tmp_path)
+    assert _load_folder(tmp_path, "lm")
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidInput, match=says):
+        _load_folder(tmp_path, "lm")
+
+
+def test_a_critic_needs_no_head_that_gives_tokens(tmp_path):
+    model = build_model(270, 0, layers=2, hidden=64, heads=2, kv_heads=1)
+    model.config.tie_word_embeddings = False
+    model.model.config.save_pretrained(tmp_path)
+    save_file({f"model.{name}": tensor for name, tensor in model.model.state_dict().items()},
+              tmp_path / "model.safetensors", {"format": "pt"})
+    assert _load_folder(tmp_path, "value").score.out_features == 1

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from distflow.config.extras import pip_line
+from distflow.config.megatron_models import why_unmapped
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
@@ -36,7 +37,7 @@ from workers.engines.megatron.layout import check, groups_of
 from workers.engines.megatron.model import Stage, build_stage, config_of
 from workers.engines.megatron.optimizer import Adam, distributed
 from workers.engines.megatron.packing import Packed, gather_response_tokens, pack
-from workers.engines.megatron.weights import check_family, entries, stage_weights
+from workers.engines.megatron.weights import entries, stage_weights
 
 
 class MegatronEngine(Trainer):
@@ -49,7 +50,8 @@ class MegatronEngine(Trainer):
         _refuse(settings, head, bool(whole))
         super().__init__(settings, mesh, pad_token, steps)
         self.layout = layout or Layout(mesh.size())
-        check_family(model.config)
+        if why := why_unmapped(model.config.to_dict()):
+            raise EngineError(f"`engine: megatron` cannot compute this model: {why}. Instead:  engine: fsdp")
         check(self.layout, model.config)
         if trained:
             note_no_balance(model, "the Megatron engine has none over all layers. `engine: fsdp` computes it")

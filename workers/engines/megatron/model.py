@@ -23,12 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig
 
-from distflow.errors import EngineError
 from distflow.plan import Layout
 from workers.engines.megatron.packing import PackedAttention
-
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The only scaling of rotary embeddings that Megatron supports."""
 
 if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks whether it is None and, without TransformerEngine, lacks it
     moe_utils.te_general_gemm = None
@@ -70,12 +66,6 @@ class Experts(MoELayer):
 def config_of(theirs: PretrainedConfig, layout: Layout, biased: bool, normed: bool, dtype: torch.dtype,
               ) -> TransformerConfig:
     """Return the settings; `biased` queries, keys and values have biases, `normed` queries and keys are normalised."""
-    if theirs.hidden_act != "silu":
-        raise EngineError(f"the Megatron engine knows  hidden_act: silu  and this model has  hidden_act: "
-                          f"{theirs.hidden_act}. Train it with  engine: fsdp")
-    if getattr(theirs, "use_sliding_window", False):
-        raise EngineError("the Megatron engine has no sliding-window attention, which this model uses. Train it with  "
-                          "engine: fsdp")
     return TransformerConfig(
         num_layers=theirs.num_hidden_layers, hidden_size=theirs.hidden_size,
         num_attention_heads=theirs.num_attention_heads, num_query_groups=theirs.num_key_value_heads,
@@ -98,10 +88,6 @@ def _head(theirs: PretrainedConfig) -> int:
 def _experts(theirs: PretrainedConfig) -> dict[str, Any]:
     if not getattr(theirs, "num_experts", None):
         return {}
-    if theirs.mlp_only_layers or theirs.decoder_sparse_step != 1:
-        raise EngineError("the Megatron engine wants experts in all layers or in none, and this model mixes them "
-                          f"(mlp_only_layers: {theirs.mlp_only_layers}, decoder_sparse_step: "
-                          f"{theirs.decoder_sparse_step}). Train it with  engine: fsdp")
     return {"num_moe_experts": theirs.num_experts, "moe_router_topk": theirs.num_experts_per_tok,
             "moe_ffn_hidden_size": theirs.moe_intermediate_size, "moe_router_dtype": "fp32",
             # the softmax of the chosen alone is that of all, made to add up to one
@@ -111,15 +97,8 @@ def _experts(theirs: PretrainedConfig) -> dict[str, Any]:
 
 def _rotation(theirs: PretrainedConfig) -> dict[str, Any]:
     rope = theirs.rope_parameters
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise EngineError("the Megatron engine turns whole heads, and this model has a partial_rotary_factor. Train it "
-                          "with  engine: fsdp")
-    if rope["rope_type"] == "default":
-        return {"rotary_base": rope["rope_theta"]}
-    if rope["rope_type"] == "llama3" and all(rope[name] == value for name, value in _LLAMA3.items()):
-        return {"rotary_base": rope["rope_theta"], "rope_scaling": True, "rope_scaling_factor": rope["factor"]}
-    raise EngineError("the Megatron engine knows rotary embeddings without scaling and those of Llama 3, and this "
-                      f"model has {rope}. Train it with  engine: fsdp")
+    scaled = {"rope_scaling": True, "rope_scaling_factor": rope["factor"]} if rope["rope_type"] == "llama3" else {}
+    return {"rotary_base": rope["rope_theta"], **scaled}
 
 
 def build_stage(theirs: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection,

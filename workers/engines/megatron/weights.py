@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from distflow.errors import EngineError, listing
+from distflow.errors import EngineError
 from distflow.plan import Layout
 
 Fuse = Callable[[list[Tensor]], list[Tensor]]
@@ -57,8 +57,7 @@ class WeightEntry:
 
 
 def entries(config: PretrainedConfig, names: Mapping[str, Tensor], layout: Layout) -> list[WeightEntry]:
-    """Return the entries of a model. A family built like these needs its type in FAMILIES; another one, entries here
-    and settings in `model.config_of`."""
+    """Return the entries of a model of the families in `distflow.config.megatron_models`."""
     last = layout.pp - 1
     split: dict = {"split": "tp", "pads": True}
     result = [WeightEntry(("model.embed_tokens.weight",), ("embedding.word_embeddings.weight",), 0, **split)]
@@ -147,14 +146,3 @@ def stage_weights(placed: Sequence[WeightEntry], whole: Mapping[str, Tensor], la
             ways = getattr(layout, entry.split) if entry.split else 1
             slices = entry.sliced([whole[name] for name in entry.theirs], ranks.get(entry.split, 0), ways)
             yield from ((name, tensor, entry.split) for name, tensor in zip(entry.ours, slices))
-
-
-def check_family(config: PretrainedConfig) -> None:
-    if config.model_type not in FAMILIES:
-        raise EngineError(f"the Megatron engine does not know models of type `{config.model_type}`. "
-                          f"{listing(FAMILIES, 'It knows')} Train it with  engine: fsdp  or, if it is built like one "
-                          "of these, add its type to FAMILIES in workers/engines/megatron/weights.py and run "
-                          "tests/engines/test_megatron.py with it")
-
-
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
