@@ -15,12 +15,9 @@ from distflow.data.row_copies import as_bytes, copy_runs
 from distflow.errors import ColumnError, InvalidInput
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from tensordict import TensorDict
 
 _IDS, _LENGTHS = "ids", "_lengths"
-_ARROW = {"bool": torch.bool, "uint8": torch.uint8, "int8": torch.int8, "int16": torch.int16, "int32": torch.int32,
-          "int64": torch.int64, "halffloat": torch.float16, "float": torch.float32, "double": torch.float64}
 """Torch's types by the names that Arrow gives to its own."""
 Allocate = Callable[..., Tensor]
 """As `torch.empty`: `allocate(size, dtype=torch.uint8)` returns [size] uint8."""
@@ -220,32 +217,6 @@ class Batch:
         return _with_ids({name: Ragged(value.values(), value.offsets().diff()) if value.is_nested else value
                           for name, value in entries.items()}, len(rows))
 
-    def to_arrow(self) -> pa.Table:
-        """Return a table of B rows, views but for booleans: ragged columns are lists, shapes lists of fixed size. A
-        field's metadata has its shape, and its type where Arrow lacks it (bfloat16 travels as int16)."""
-        import pyarrow as pa  # most processes never use it
-
-        fields, arrays = [pa.field(_IDS, pa.int64())], [pa.array(self.ids.numpy())]
-        for name, column in self.columns.items():
-            values = levels(column)[1]
-            meaning = {"dtype": dtype_name(values.dtype), "shape": ",".join(map(str, values.shape[1:]))}
-            arrays.append(_to_arrow(column))
-            fields.append(pa.field(name, arrays[-1].type, metadata=meaning))
-        return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
-
-    @staticmethod
-    def from_arrow(table: pa.Table) -> Batch:
-        """Return a table as a batch. Lists become ragged columns; `ids`, if there are none, are 0 … B - 1. Raises
-        `ColumnError` if a column has nulls, or values that no tensor holds, such as strings."""
-        import pyarrow as pa
-
-        columns = {}
-        for kind in table.schema:
-            chunks = table.column(kind.name).combine_chunks()
-            array = pa.concat_arrays(chunks.chunks) if isinstance(chunks, pa.ChunkedArray) else chunks
-            columns[kind.name] = _from_arrow(kind.name, array, (kind.metadata or {}).get(b"dtype", b"").decode())
-        return _with_ids(columns, table.num_rows)
-
 
 def to_list(column: ColumnData) -> list[Any]:
     """Return a column as Python values, one for each row; of text, strings."""
@@ -346,36 +317,3 @@ def _jagged(name: str, column: ColumnData) -> Tensor:
     if isinstance(column.values, Ragged):
         raise ColumnError(f"column `{name}` is nested; a TensorDict has at most one ragged dimension")
     return torch.nested.nested_tensor_from_jagged(column.values, column.offsets)
-
-
-def _to_arrow(column: ColumnData) -> pa.Array:
-    import pyarrow as pa
-
-    if isinstance(column, Ragged):
-        return pa.LargeListArray.from_arrays(pa.array(column.offsets.numpy()), _to_arrow(column.values))
-    values = column.detach().cpu().contiguous()
-    if values.dtype not in _ARROW.values():
-        values = values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.dtype.itemsize])
-    array = pa.array(values.flatten().numpy())
-    for size in reversed(values.shape[1:]):
-        array = pa.FixedSizeListArray.from_arrays(array, size)
-    return array
-
-
-def _from_arrow(name: str, array: Any, dtype: str) -> ColumnData:
-    import pyarrow as pa
-
-    if array.null_count:
-        raise ColumnError(f"column `{name}` has {array.null_count} nulls; a tensor has none. Fill or drop them first")
-    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-        offsets = torch.from_numpy(array.offsets.to_numpy().astype("int64"))
-        return Ragged(_from_arrow(name, array.flatten(), dtype), offsets.diff())
-    shape, rows = [], len(array)
-    while pa.types.is_fixed_size_list(array.type):
-        shape.append(array.type.list_size)
-        array = array.flatten()
-    if str(array.type) not in _ARROW:
-        raise ColumnError(f"column `{name}` has values of type {array.type}, which no tensor holds")
-    flat = torch.empty(len(array), dtype=_ARROW[str(array.type)])
-    flat.numpy()[:] = array.to_numpy(zero_copy_only=False)
-    return flat.view(getattr(torch, dtype) if dtype else flat.dtype).reshape(rows, *shape)
