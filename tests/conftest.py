@@ -127,6 +127,26 @@ def launch(workspace: Path, ready: Ready) -> Callable[..., subprocess.CompletedP
     return run
 
 
+@pytest.fixture(scope="session")
+def run_once(ready: Ready, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`run_once(ranks, *arguments, files=((NAME, TEXT), …))`: the folder of a run that is made once for all tests."""
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def run(ranks: int, *arguments: str, files: tuple[tuple[str, str], ...] = ()) -> Path:
+        key = ranks, arguments, files
+        if key not in made:
+            folder = tmp_path_factory.mktemp("once")
+            write_workspace(folder)
+            for name, text in files:
+                (folder / name).write_text(text)
+            done = ready.run(ranks, (*arguments, "--name", "once"), folder, environment(), timeout=300)
+            assert done.returncode == 0, done.stderr[-4000:]
+            made[key] = folder / "runs/once"
+        return made[key]
+
+    return run
+
+
 @pytest.fixture
 def etcd_of(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """`etcd_of(members)`."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ checkpoint: {every: 2, keep: 5}
 report: false
 """
 
-SEED_WITH_CLEAR_DRAWS = ("--set", "seed=2")
+SEED_WITH_CLEAR_DRAWS = ("seed=2",)
 """With this seed each draw of `TINY` and its variants here is 6e-7 or more from where another token would be drawn,
 with seed 0 one is at 6e-8: rows that are sampled in other company are rounded otherwise, by some 1e-7."""
 
@@ -51,10 +53,28 @@ def write_workspace(folder: Path) -> None:
         + "imports: [brevity]\n")
 
 
+def with_settings(arguments: Iterable[str]) -> list[str]:
+    """Write `--set` before each argument that is a setting, such as `steps=3`."""
+    said: list[str] = []
+    for argument in arguments:
+        said += ["--set"] if re.match(r"[a-z_.0-9]+=", argument) and said[-1:] != ["--set"] else []
+        said.append(argument)
+    return said
+
+
+def model_folder(place: Path, config: dict[str, Any]) -> Path:
+    """Make a model folder, as far as planning looks at it."""
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "config.json").write_text(json.dumps(config))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (place / name).touch()
+    return place
+
+
 def command(ranks: int, *arguments: str) -> list[str]:
     """The torchrun line, with a port that the system chooses."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-            str(ROOT / "distflow/launch.py"), *arguments]
+            str(ROOT / "distflow/launch.py"), *with_settings(arguments)]
 
 
 def environment() -> dict[str, str]:
@@ -78,10 +98,35 @@ def kill_after(workspace: Path, step: int, *arguments: str) -> None:
     process.stdout.close()
 
 
+def follow(line: list[str], workspace: Path, orders: dict[str, list[str]]) -> None:
+    """Run a line to its good end; give each order to the command line when the metrics of its step are shown."""
+    from distflow.cli import main
+
+    process = subprocess.Popen(line, cwd=workspace, env=environment(), stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True)
+    seen, left = [], dict(orders)
+    for said in process.stdout:
+        seen.append(said)
+        for mark in [mark for mark in left if mark in said and "loss" in said]:
+            assert main(left.pop(mark)) == 0
+    assert process.wait() == 0, "".join(seen)
+    assert not left
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    """Read a file of JSON lines."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def events_of(folder: Path, *kinds: str) -> list[dict[str, Any]]:
+    """Read the events of a run: all of them, or those of some kinds."""
+    return [event for event in lines_of(folder / "events.jsonl") if not kinds or event["event"] in kinds]
+
+
 def metrics_of(folder: Path) -> dict[int, dict[str, Any]]:
     """The metrics of each step, of all trainers, validation lines left out."""
     found: dict[int, dict[str, Any]] = {}
-    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+    for line in lines_of(folder / "metrics.jsonl"):
         if not any(name.startswith("validation") for name in line):
             found.setdefault(line["step"], {}).update(line)
     return {step: values for step, values in found.items() if "loss" in values}

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from distflow.errors import InvalidInput
+
 FUNCTIONS = '''
 from distflow import node
 
@@ -49,3 +56,12 @@ def node(function: str, *dependencies: str, role: str = "actor", **more) -> dict
 
 DIAMOND = {"sample": node("sample"), "right": node("right", "sample"), "left": node("left", "sample"),
            "join": node("join", "left", "right")}
+
+
+@contextlib.contextmanager
+def refused(*said: str, mistakes: int = 0) -> Iterator[None]:
+    """Require that planning is refused with all of this; with `mistakes`, as so many."""
+    with pytest.raises(InvalidInput) as caught:
+        yield
+    assert [part for part in said if part not in str(caught.value)] == [], str(caught.value)
+    assert not mistakes or len(caught.value.mistakes) == mistakes, str(caught.value)

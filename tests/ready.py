@@ -43,10 +43,12 @@ class Ready:
         Raises:
             subprocess.TimeoutExpired: it took longer; all its processes are gone.
         """
+        from harness import with_settings  # not where ranks are forked
+
         with tempfile.TemporaryDirectory() as place:
             files = [Path(place, name) for name in ("out", "err")]
-            job = {"ranks": ranks, "arguments": arguments, "folder": str(folder), "environment": environment,
-                   "files": [str(file) for file in files]}
+            job = {"ranks": ranks, "arguments": with_settings(arguments), "folder": str(folder),
+                   "environment": environment, "files": [str(file) for file in files]}
             self.process.stdin.write(json.dumps(job) + "\n")
             self.process.stdin.flush()
             agent = json.loads(self.process.stdout.readline())

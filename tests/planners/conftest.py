@@ -36,3 +36,9 @@ def spec_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sp
 def plan_of(spec_of: Callable[..., Spec]) -> Callable[..., Plan]:
     """`plan_of(nodes, dag_roles, ranks=2, **run)`."""
     return lambda nodes, dag_roles=None, ranks=2, **run: plan(spec_of(nodes, dag_roles, **run), ranks)
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All engines may be planned for, in a version that was tested."""
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: next(iter(engine.tested), "1.0"))

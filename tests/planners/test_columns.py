@@ -26,12 +26,6 @@ def test_a_diamond_keeps_both_inputs_of_its_join(plan_of: Callable) -> None:
         ("left", ("left",), "local"), ("right", ("right",), "local"), (SOURCE, ("questions",), "local")]
 
 
-def test_a_fan_out_gives_every_reader_the_same_writer(plan_of: Callable) -> None:
-    plan = plan_of({**DIAMOND, "judge": node("judge", "sample")})
-    readers = [each.node for each in plan.tasks for column in each.reads if column.producer == "sample"]
-    assert readers == ["left", "right", "judge"]
-
-
 def test_rows_that_are_repeated_twice(plan_of: Callable) -> None:
     plan = plan_of({"sample": node("sample", **{"with": {"copies": 4}}), "again": node("resample", "sample"),
                     "left": node("left", "again", reads={"samples": "again"}), "right": node("right", "sample"),

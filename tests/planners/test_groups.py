@@ -90,21 +90,11 @@ def test_a_cache_of_validation_that_is_too_large_has_a_remedy():
     assert "validation.group: trainer" in str(error.value)
 
 
-def test_a_rank_that_does_both_needs_memory_for_both():
-    _, made = planned("grpo.yaml", 4, "mode=semi_sync", "validation=null")
-    assert {"actor: training state", "actor: rollout cache"} <= {each.name for each in made.groups[0].plan.memory}
-    _, made = planned("grpo.yaml", 4, "validation=null")
-    assert not any("rollout" in each.name for each in made.groups[0].plan.memory)
-
-
 def test_the_docks_samples_take_memory_of_the_machine_and_not_of_a_rank():
-    spec, made = planned("grpo.yaml", 4, "dock_gib=2.5")
+    _, made = planned("grpo.yaml", 4, "dock_gib=2.5")
     item, snapshots = made.host_memory
     assert (item.name, item.bytes) == ("dock: samples", 5 * 2**29)
     assert not any("dock" in each.name for each in made.memory)
-    shown = "\n".join(describe(made, spec))
-    assert "host memory of a machine that trains" in shown
-    assert "2.5 GiB  dock_gib 2.5; a step's samples at their longest are" in shown
     state, = (each.bytes for each in made.groups[0].plan.memory if each.name == "actor: training state")
     assert (snapshots.name, snapshots.bytes) == ("actor: snapshots, each rank", 2 * state * 3 // 4)
     assert not plan(load("grpo.yaml", None, ["robust.snapshots=false"], None), 4).host_memory
@@ -150,11 +140,6 @@ def test_what_a_sampling_node_drops_no_model_is_shown(tmp_path):
     assert brought(early) == {"rollout": ("responses", "keep")}
 
 
-def test_filters_that_no_fused_node_waits_for_drop_rows_before_it_too():
-    _, made = planned()
-    assert brought(made.groups[0].plan.early) == {"rollout": ("responses",), "reward": ("keep",)}
-
-
 @pytest.mark.parametrize(("settings", "fused"), [((), ["reference"]), (("layouts.reward.dp=1",), [])])
 def test_only_a_filter_of_the_trainer_has_to_be_waited_for(tmp_path, settings, fused):
     shown = yaml.safe_load((ROOT / "dags/grpo.yaml").read_text())
@@ -191,77 +176,58 @@ def test_a_model_waits_for_the_step_that_trains_it(tmp_path):
     assert made.groups[0].plan.early is None
 
 
-def test_the_plan_shows_both_chains():
-    spec, made = planned("grpo.yaml", 5, "groups.rollout=3")
-    text = "\n".join(describe(made, spec))
-    assert "`reference`: of each prompt as it comes, while others are still sampled" in text
-    assert "chain of ranks 0–1 (trainer)" in text
-    assert "chain of ranks 2–4 (rollout, 3 beside each other)" in text
-    assert "dock" in text
-    assert "memory of a rank of the rollout" in text
-
-
-@pytest.fixture
-def vllm(monkeypatch):
-    """It need not be there to be planned for."""
-    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
-
-
-def test_a_model_that_samples_may_be_split(vllm):
+def test_a_model_that_samples_may_be_split(engines):
     """Ranks 0 and 1 train, 2 and 3 are one rollout, 4 and 5 another."""
-    split = ("roles.actor.rollout=vllm", "layouts.rollout.tp=2")
-    spec, made = planned("grpo.yaml", 6, "groups.rollout=0.6", *split)
+    _, made = planned("grpo.yaml", 6, "groups.rollout=0.6", "roles.actor.rollout=vllm", "layouts.rollout.tp=2")
     group = made.groups[1]
     assert (made.groups[0].plan.ranks, group.first, group.replicas, group.plan.ranks) == (2, 2, 2, 2)
     assert [made.group_of(rank)[1] for rank in range(2, 6)] == [0, 0, 1, 1]
     assert group.plan.layout_of("actor", samples=True).tp == 2
     assert made.groups[0].plan.layout_of("actor", samples=False).tp == 1
-    whole = planned("grpo.yaml", 6, "roles.actor.rollout=vllm")[1].groups[1].plan.memory
-    weights = [next(each.bytes for each in items if each.name == "actor: rollout weights")
-               for items in (whole, group.plan.memory)]
-    assert weights[0] == 2 * weights[1]
-    assert "chain of ranks 2–5 (rollout, 2 beside each other, each over 2 ranks)" in "\n".join(describe(made, spec))
+    whole = planned("grpo.yaml", 6, "roles.actor.rollout=vllm")[1].groups[1].plan
+    assert rollout_weights(whole) == 2 * rollout_weights(group.plan)
 
 
-def test_those_that_train_hold_a_split_model_as_rollouts_do(vllm):
+def rollout_weights(made):
+    return next(item.bytes for item in made.memory if item.name == "actor: rollout weights")
+
+
+def test_those_that_train_hold_a_split_model_as_rollouts_do(engines):
     """To sample with it too, or to validate; if they cannot be divided so, each has all of it to validate."""
-    split = ("roles.actor.rollout=vllm", "layouts.rollout.tp=2")
-    spec, made = planned("grpo.yaml", 6, "groups.rollout=2", "mode=semi_sync", *split)
-    assert "these ranks sample with `actor` too" in "\n".join(describe(made, spec))
-    trainer = made.groups[0].plan
+    split = ("roles.actor.rollout=vllm", "layouts.rollout.tp=2", "groups.rollout=2")
+    trainer = planned("grpo.yaml", 6, "mode=semi_sync", *split)[1].groups[0].plan
     assert trainer.layout_of("actor", samples=True) == Layout(2, tp=2)
     assert {(task.layout.dp, task.layout.width) for task in trainer.tasks} == {(4, 1)}, "of rows"
-    odd = planned("grpo.yaml", 5, "groups.rollout=2", "validation.group=trainer", *split)[1].groups[0].plan
+    odd = planned("grpo.yaml", 5, "validation.group=trainer", *split)[1].groups[0].plan
     assert ["validates with a whole model" in str(each.notes) for each in (trainer, odd)] == [False, True]
     assert odd.layout_of("actor", samples=True) == Layout(3)
-    weights = [next(each.bytes for each in each_plan.memory if each.name == "actor: rollout weights")
-               for each_plan in (trainer, odd)]
-    assert 2 * weights[0] == weights[1]
+    assert 2 * rollout_weights(trainer) == rollout_weights(odd)
 
 
 @pytest.mark.parametrize(("ranks", "settings"), [(1, ()), (3, ()), (4, ("roles.actor.rollout=vllm",
                                                                         "layouts.rollout.tp=2"))])
-def test_those_that_train_may_do_all_the_sampling(ranks, settings, vllm):
+def test_those_that_train_may_do_all_the_sampling(ranks, settings, engines):
     spec, made = planned("grpo.yaml", ranks, "groups.rollout=0", "mode=semi_sync", *settings)
     trainer, rollout = made.groups
     assert (trainer.ranks, rollout.ranks, made.rollouts) == (range(ranks), range(ranks, ranks), 0)
     assert all(made.group_of(rank)[0].name == TRAINER for rank in range(ranks))
     assert spec.run.trainer_validates
     assert trainer.plan.early is None, "all samples are there when they begin to train"
-    shown = "\n".join(describe(made, spec))
-    assert "these ranks sample with `actor` too, until a step is there" in shown
-    assert f"chain of rank{'s 0–' if ranks > 1 else ' '}{ranks - 1} (rollout" in shown
-    assert "memory of a rank of the rollout" not in shown
+    assert "these ranks sample with `actor` too, until a step is there" in "\n".join(describe(made, spec))
     sampling = made.task("rollout").layout
     assert (sampling.first, sampling.dp * sampling.width) == (0, ranks)
 
 
-def test_what_says_nothing_where_all_ranks_train_is_noted():
-    keys = {"switch_at": 0.7, "fuse": "false", "transport": "tcp"}
-    _, made = planned("grpo.yaml", 1, "groups.rollout=0", "mode=semi_sync", *(f"{key}={keys[key]}" for key in keys))
-    assert all(any(f"`{key}` changes nothing with" in note for note in made.notes) for key in keys)
-    _, made = planned("grpo.yaml", 2, "mode=semi_sync", *(f"{key}={keys[key]}" for key in keys))
-    assert not any("changes nothing with" in note for note in made.notes)
+@pytest.mark.parametrize(("mode", "settings", "noted"), [
+    ("semi_sync", ("groups.rollout=0", "switch_at=0.7"), "switch_at"),
+    ("semi_sync", ("groups.rollout=0", "fuse=false"), "fuse"),
+    ("semi_sync", ("groups.rollout=0", "transport=tcp"), "transport"),
+    ("semi_sync", ("switch_at=0.7", "fuse=false", "transport=tcp"), ""),
+    ("sync", ("staleness=3",), "staleness"), ("async", ("switch_at=0.7",), "switch_at"), ("async", (), "")])
+def test_plan_notes_a_setting_that_says_nothing(mode, settings, noted):
+    _, made = planned("grpo.yaml", 2, f"mode={mode}", *settings)
+    assert [note for note in made.notes if "changes nothing" in note and not noted] == []
+    assert not noted or any(f"`{noted}` changes nothing" in note for note in made.notes)
 
 
 def test_those_that_train_need_what_they_sample_with(tmp_path):
@@ -282,17 +248,6 @@ def test_old_samples_are_kept_where_the_dag_corrects_for_them(tmp_path):
     (tmp_path / "weighed.yaml").write_text(yaml.safe_dump(shown))
     _, made = planned(tmp_path / "weighed.yaml", 4, "on_stale=keep")
     assert not any(task.layout.early for task in made.groups[0].plan.tasks), "nobody knows which prompts come first"
-
-
-def test_what_only_other_modes_need_is_noted():
-    _, made = planned("grpo.yaml", 2, "mode=sync", "staleness=3")
-    assert any("`staleness` changes nothing in mode sync" in note for note in made.notes)
-
-
-def test_a_share_at_which_nobody_stops_sampling_is_noted():
-    made = plan(load("grpo", overrides=["mode=async", "switch_at=0.7"]), 2)
-    assert any("`switch_at` changes nothing in mode async" in note for note in made.notes)
-    assert not any("switch_at" in note for note in plan(load("grpo", overrides=["mode=async"]), 2).notes)
 
 
 REFUSED = {
@@ -330,7 +285,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_cut_is_refused_with_what_to_write(case, vllm):
+def test_what_cannot_be_cut_is_refused_with_what_to_write(case, engines):
     arguments, said = REFUSED[case]
     text = refusal(*arguments)
     assert any(part in text for part in said.split("|"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import yaml
 from harness import ROOT
+from planning import refused
 
-from distflow.cli.plan_text import describe
 from distflow.config.live_changes import groups_of
 from distflow.config.load import load
 from distflow.errors import InvalidInput
@@ -53,7 +53,7 @@ def seen(role, *dependencies, function="seen", **more):
 
 
 def test_a_reference_has_the_last_ranks_and_the_trainer_only_what_it_writes():
-    spec, made = planned("grpo.yaml", 5, "groups.inference={reference: 2}", "groups.rollout=2")
+    _, made = planned("grpo.yaml", 5, "groups.inference={reference: 2}", "groups.rollout=2")
     assert [[task.node for task in made.chain(rank)] for rank in range(5)] == [
         ["advantage", "update"], *2 * [["rollout", "reward"]], *2 * [["reference"]]]
     assert [(group.name, group.kind, group.ranks) for group in made.groups] == [
@@ -61,39 +61,26 @@ def test_a_reference_has_the_last_ranks_and_the_trainer_only_what_it_writes():
         ("inference reference", INFERENCE, range(3, 5))]
     assert [made.group_of(rank)[1] for rank in (3, 4)] == [0, 1], "each has the whole model, and restarts alone"
     trainer, rollout, reference = (group.plan for group in made.groups)
-    assert [move.producer for move in rollout.dock] == ["rollout", "reward"]
-    assert [(move.producer, move.columns) for move in reference.dock] == [("reference", ("reference_logprobs",))]
-    assert [move.producer for move in trainer.dock] == ["rollout", "reward", "reference"]
-    docked = {(move.producer, task.node) for task in made.tasks for move in task.transfers if move.kind == "dock"}
-    assert docked >= {("rollout", "reference"), ("reference", "update")}
+    assert [[move.producer for move in each.dock] for each in (rollout, reference, trainer)] == [
+        ["rollout", "reward"], ["reference"], ["rollout", "reward", "reference"]]
     weights = [any(item.name == "reference: weights" for item in each.memory) for each in (trainer, rollout, reference)]
     assert weights == [False, False, True]
     assert trainer.early is None
-    shown = "\n".join(describe(made, spec))
-    assert "chain of ranks 3–4 (inference reference, 2 beside each other)" in shown
-    assert "memory of a rank of the inference reference" in shown
-
-
-def test_a_share_of_ranks_that_sample_is_of_those_that_do_not_only_infer():
-    _, made = planned("grpo.yaml", 5, ALONE)
-    assert [len(group.ranks) for group in made.groups] == [2, 2, 1]
 
 
 @pytest.mark.parametrize("size", ["tp", "dp"])
 def test_a_model_may_be_split_or_sharded_over_its_ranks(size):
-    spec, made = planned("grpo.yaml", 6, "groups.inference={reference: 4}", "groups.rollout=1",
-                         f"layouts.reference.{size}=2")
+    _, made = planned("grpo.yaml", 6, "groups.inference={reference: 4}", "groups.rollout=1",
+                      f"layouts.reference.{size}=2")
     group = made.groups[2]
     assert (group.first, group.replicas, group.plan.ranks) == (2, 2, 2)
     task, = group.plan.chain(0)
     assert getattr(task.layout, size) == 2
-    assert {move.kind for move in task.transfers} == ({"local"} if size == "dp" else {"all_to_all"})
     assert made.groups[0].plan.layout_of("actor", samples=False).tp == 1
-    whole = planned("grpo.yaml", 3, ALONE)[1].groups[2].plan.memory
-    one, other = (next(each.bytes for each in items if each.name == "reference: weights")
-                  for items in (whole, group.plan.memory))
+    whole = planned("grpo.yaml", 3, ALONE)[1].groups[2].plan
+    one, other = (next(item.bytes for item in each.memory if item.name == "reference: weights")
+                  for each in (whole, group.plan))
     assert one == 2 * other
-    assert "2 beside each other, each over 2 ranks" in "\n".join(describe(made, spec))
 
 
 def test_what_stays_with_the_trainer_may_read_what_others_write_ahead(dag_of):
@@ -130,13 +117,6 @@ def test_what_rollouts_have_dropped_is_not_computed(dag_of):
         planned(dag, 5, "groups.inference={judge: rollout}")
 
 
-def test_in_mode_sync_what_the_trainer_has_dropped_by_then_is_not_computed(dag_of):
-    dag = dag_of({"judge": seen("judge", "reward")}, ["judge"])
-    _, made = planned(dag, 3, "mode=sync", "groups.inference={judge: 1}")
-    assert {task.node: task.writes for task in made.groups[1].plan.tasks if task.writes and task.arrives} == {
-        "rollout": ("responses",), "reward": ("keep",)}
-
-
 CIRCLE = {"judge": seen("judge"), "teacher": seen("teacher", "judge", reads={"first": "judge_seen"}),
           "last": seen("judge", "teacher", reads={"first": "teacher_seen"}, writes={"judge_seen": "judge_last"})}
 REFUSED = {
@@ -164,7 +144,7 @@ def test_what_cannot_have_ranks_of_its_own_is_refused_with_the_reason(case, dag_
 
 
 def test_ranks_that_sample_may_compute_what_a_frozen_model_says():
-    spec, made = planned("grpo.yaml", 3, "groups.inference={reference: rollout}", "groups.rollout=2")
+    _, made = planned("grpo.yaml", 3, "groups.inference={reference: rollout}", "groups.rollout=2")
     assert [[task.node for task in made.chain(rank)] for rank in range(3)] == [
         ["advantage", "update"], *2 * [["rollout", "reward", "reference"]]]
     trainer, rollout = (group.plan for group in made.groups)
@@ -173,7 +153,6 @@ def test_ranks_that_sample_may_compute_what_a_frozen_model_says():
     held = {item.name: item.phase for item in rollout.memory}
     assert held["reference: activations"] == held["actor: rollout cache"] == SAMPLING, "at the same time"
     assert not any(item.name.startswith("reference") for item in trainer.memory)
-    assert "3  reference  reference  MODEL_INFERENCE  logprobs" in "\n".join(describe(made, spec))
 
 
 ON_ROLLOUTS_REFUSED = {
@@ -188,10 +167,8 @@ ON_ROLLOUTS_REFUSED = {
 @pytest.mark.parametrize("case", ON_ROLLOUTS_REFUSED)
 def test_what_ranks_that_sample_cannot_compute_is_refused_with_the_reason(case, dag_of):
     dag, role, more, said = ON_ROLLOUTS_REFUSED[case]
-    with pytest.raises(InvalidInput) as error:
+    with refused(said, mistakes=1):
         planned(dag if isinstance(dag, str) else dag_of(*dag), 4, f"groups.inference={{{role}: rollout}}", *more)
-    assert said in str(error.value)
-    assert len(error.value.mistakes) == 1
 
 
 def test_a_frozen_role_that_samples_is_not_read_beside_its_samples(dag_of):
@@ -222,14 +199,11 @@ def test_only_what_ranks_that_sample_read_restarts_them():
 
 @pytest.mark.parametrize("value", ["0", "1.5", "true"])
 def test_ranks_that_infer_are_a_number_or_those_that_sample(value):
-    with pytest.raises(InvalidInput) as error:
+    with refused("is neither a number of ranks, as 1, nor `rollout`", mistakes=1):
         planned("grpo.yaml", 3, f"groups.inference={{reference: {value}}}")
-    assert "is neither a number of ranks, as 1, nor `rollout`" in str(error.value)
-    assert len(error.value.mistakes) == 1
 
 
-def test_the_first_rank_of_a_split_rollout_has_the_frozen_model(monkeypatch):
-    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
+def test_the_first_rank_of_a_split_rollout_has_the_frozen_model(engines):
     split = ("roles.actor.rollout=vllm", "layouts.rollout.tp=2", "groups.rollout=4")
     _, made = planned("grpo.yaml", 6, *split, "groups.inference={reference: rollout}")
     group = made.groups[1]
@@ -244,8 +218,7 @@ def test_the_first_rank_of_a_split_rollout_has_the_frozen_model(monkeypatch):
 @pytest.mark.parametrize(("more", "wants"), [
     (("roles.reference.replicas=2",), "replicas: 1"), (("roles.actor.replicas=2",), "replicas: 1"),
     (("roles.reference.engine=megatron",), "engine: fsdp")])
-def test_engines_that_need_all_ranks_of_a_split_rollout_are_refused(monkeypatch, more, wants):
-    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0" if engine == "vllm" else "0.16.1")
+def test_engines_that_need_all_ranks_of_a_split_rollout_are_refused(engines, more, wants):
     split = ("roles.actor.rollout=vllm", "layouts.rollout.tp=2", "groups.rollout=2")
     with pytest.raises(InvalidInput, match=f"the first of 2 ranks .* needs  {wants}") as error:
         planned("grpo.yaml", 4, *split, "groups.inference={reference: rollout}", *more)
@@ -263,34 +236,28 @@ BESIDE = "groups={rollout: 1, inference: {reference: 2, judge: reference}}"
 
 def test_frozen_roles_may_have_ranks_together(dag_of):
     dag = dag_of({"judged": seen("judge")}, ["judge"])
-    _, made = planned(dag, 4, BESIDE)
-    group = made.groups[2]
-    assert chains(made)["inference reference"] == ["judged", "reference"]
+    group = planned(dag, 4, BESIDE)[1].groups[2]
+    assert chains(planned(dag, 4, BESIDE)[1])["inference reference"] == ["judged", "reference"]
     assert (group.first, group.replicas, group.plan.ranks) == (2, 2, 1)
     assert {item.name.partition(":")[0] for item in group.plan.memory} == {"reference", "judge"}
     assert {move.producer for move in group.plan.dock} == {"reference", "judged"}
-    _, sharded = planned(dag, 4, BESIDE, "layouts.reference.dp=2")
-    assert (sharded.groups[2].replicas, sharded.groups[2].plan.ranks) == (1, 2)
-    assert {task.layout for task in sharded.groups[2].plan.chain(0)} == {Layout(2)}
     for odd in ("{reference: {dp: 2}, judged: {dp: 1}}", "{reference: {dp: 2, rows: [2, 1]}, judged: {dp: 2}}"):
         with pytest.raises(InvalidInput, match="`layouts` lays them out differently"):
             planned(dag, 4, BESIDE, f"layouts={odd}")
 
 
-@pytest.mark.parametrize("named", ["reference", "judged"])
-@pytest.mark.parametrize(("asked", "layout"), [
-    ("{tp: 2}", Layout(1, tp=2)), ("{dp: 2, rows: [2, 1]}", Layout(2, rows=(2, 1)))])
+@pytest.mark.parametrize(("named", "asked", "layout"), [
+    ("reference", "{tp: 2}", Layout(1, tp=2)), ("judged", "{tp: 2}", Layout(1, tp=2)),
+    ("reference", "{dp: 2}", Layout(2)), ("judged", "{dp: 2, rows: [2, 1]}", Layout(2, rows=(2, 1)))])
 def test_all_nodes_of_such_ranks_are_laid_out_alike(dag_of, named, asked, layout):
     """A rank puts for the same rows what all of them write."""
     dag = dag_of({"judged": seen("judge")}, ["judge"])
-    _, made = planned(dag, 4, BESIDE, f"layouts={{{named}: {asked}}}")
-    group = made.groups[2]
+    group = planned(dag, 4, BESIDE, f"layouts={{{named}: {asked}}}")[1].groups[2]
     assert {task.node: task.layout for task in group.plan.chain(0)} == {"reference": layout, "judged": layout}
     assert (group.replicas, group.plan.ranks) == (1, 2)
 
 
-def test_a_role_whose_engine_cannot_be_split_as_another_is_not_on_its_ranks(dag_of, monkeypatch):
-    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.16.1")
+def test_a_role_whose_engine_cannot_be_split_as_another_is_not_on_its_ranks(dag_of, engines):
     dag = dag_of({"judged": seen("judge")}, ["judge"])
     with pytest.raises(InvalidInput, match="node `reference` wants pp 2 of `engine: fsdp`"):
         planned(dag, 4, BESIDE, "layouts.judged.pp=2", "roles.judge.engine=megatron")
@@ -324,9 +291,8 @@ def test_a_role_is_beside_one_with_ranks_of_its_own(mode, groups, says, remedy):
 
 
 def test_a_fault_of_ranks_that_only_infer_needs_some():
-    with pytest.raises(InvalidInput) as error:
+    with refused("the run has no `groups.inference`"):
         planned("grpo.yaml", 5, "faults=[{kind: kill, group: inference, step: 1}]")
-    assert "the run has no `groups.inference`" in str(error.value)
 
 
 @pytest.mark.parametrize(("overrides", "said"), [
@@ -336,6 +302,5 @@ def test_a_fault_of_ranks_that_only_infer_needs_some():
     (("roles.actor.lora={rank: 4}",), "under the adapters of `actor`, which the ranks that train have anyway"),
     (("faults=[{kind: kill, group: inference, rank: 0, step: 1}]",), "It has 4 to 4")])
 def test_settings_that_such_ranks_cannot_have_are_refused(overrides, said):
-    with pytest.raises(InvalidInput) as error:
+    with refused(said):
         planned("grpo.yaml", 5, ALONE, *overrides)
-    assert said in str(error.value)

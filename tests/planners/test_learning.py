@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from planning import refused
 
 from distflow.config.load import load
 from distflow.errors import InvalidInput
@@ -27,21 +28,15 @@ FIRST = "roles.actor.generation.top_k=1"
     ("rloo", FIRST, ("with `top_k: 1` all that node `rollout` gives are the same",)),
 ])
 def test_answers_that_cannot_differ_are_refused(dag, change, says):
-    with pytest.raises(InvalidInput) as caught:
+    with refused(f"--set {change}: node ", *says, mistakes=1):
         plan(load(f"{dag}.yaml", None, [change]), 2)
-    text = str(caught.value)
-    assert text.startswith(f"--set {change}: node ")
-    assert all(part in text for part in says), text
-    assert len(caught.value.mistakes) == 1
 
 
 @pytest.mark.parametrize(("rate", "meant"), [("5", "5e-6"), ("1", "1e-6"), ("1e9", "1e-6")])
 def test_a_learning_rate_at_which_nothing_is_left_is_refused(rate, meant):
-    with pytest.raises(InvalidInput) as caught:
+    with refused(f"--set roles.actor.learning_rate={rate}: role `actor`: with a learning rate of ",
+                 f"Did you mean {meant}?", mistakes=1):
         plan(load("ppo.yaml", None, [f"roles.actor.learning_rate={rate}"]), 2)
-    mistake, = caught.value.mistakes
-    assert str(mistake).startswith(f"--set roles.actor.learning_rate={rate}: role `actor`: with a learning rate of ")
-    assert f"Did you mean {meant}?" in mistake.hint
 
 
 @pytest.mark.parametrize(("dag", "steps", "says"), [
@@ -50,10 +45,8 @@ def test_a_learning_rate_at_which_nothing_is_left_is_refused(rate, meant):
     ("ppo", -1, "must be at least 0, not -1")])
 def test_a_policy_that_waits_in_every_step_or_for_nothing_is_refused(dag, steps, says):
     change = f"nodes.update.with.critic_warmup={steps}"
-    with pytest.raises(InvalidInput) as caught:
+    with refused(f"--set {change}: node ", says, mistakes=1):
         plan(load(f"{dag}.yaml", None, [change, "steps=10"]), 2)
-    assert [str(mistake).startswith(f"--set {change}: node ") for mistake in caught.value.mistakes] == [True]
-    assert says in str(caught.value)
     assert plan(load("ppo.yaml", None, ["nodes.update.with.critic_warmup=9", "steps=10"]), 2)
 
 

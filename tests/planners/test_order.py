@@ -56,30 +56,6 @@ def _cut(items: list[str], lengths: Iterable[int]) -> list[list[str]]:
     return [list(itertools.islice(rest, length)) for length in lengths]
 
 
-def test_the_role_that_is_resident_goes_first() -> None:
-    def dag_of(**roles: str) -> Dag:
-        nodes = {name: {"role": role, "type": "MODEL_INFERENCE", "dependencies": ["start"] * (name != "start")}
-                 for name, role in roles.items()}
-        return Dag.model_validate({"name": "x", "nodes": nodes})
-
-    def order_of(dag: Dag) -> list[str]:
-        return serialize(dag, _graph(dag))[0]
-
-    assert order_of(dag_of(start="b", one="a", two="b")) == ["start", "two", "one"]
-    assert order_of(dag_of(start="a", one="a", two="b")) == ["start", "one", "two"]
-    assert order_of(dag_of(start="c", one="a", two="b", three="c")) == ["start", "three", "one", "two"]
-
-
-def test_a_later_depth_decides_which_role_comes_last() -> None:
-    nodes = {"one": ("a", []), "two": ("b", []), "three": ("c", []), "four": ("b", ["one", "two", "three"])}
-    items = {name: {"role": role, "type": "MODEL_INFERENCE", "dependencies": before}
-             for name, (role, before) in nodes.items()}
-    dag = Dag.model_validate({"name": "x", "nodes": items})
-    order, added = serialize(dag, _graph(dag))
-    assert order == ["one", "three", "two", "four"]
-    assert added == (("one", "three"), ("three", "two"))
-
-
 def test_equal_depth_is_chained_and_reported(plan_of: Callable) -> None:
     plan = plan_of(DIAMOND)
     assert [task.node for task in plan.tasks] == ["learn", "sample", "left", "right", "join"]

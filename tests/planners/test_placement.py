@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planning import DIAMOND, node
+from planning import DIAMOND, node, refused
 
 from distflow.config.extras import pip_line
 from distflow.config.load import load
@@ -57,19 +57,6 @@ def test_rows_are_a_list_of_numbers(rows: str) -> None:
         plan(load("grpo", None, [f"layouts.rollout.rows={rows}"]), 2)
 
 
-def test_sizes_multiply(plan_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.16.1")
-    plan = plan_of(JUDGED, ranks=8, roles=actor(engine="megatron"), layouts={"learn": {"tp": 2, "pp": 4}})
-    assert plan.layout_of("actor", samples=False) == Layout(1, tp=2, pp=4)
-
-
-def test_ranks_of_a_share_stand_together() -> None:
-    layout = Layout(2, tp=2, pp=2)
-    assert [layout.share(rank) for rank in range(9)] == [0] * 4 + [1] * 4 + [None]
-    assert [rank for rank in range(8) if layout.leads(rank)] == [0, 4]
-    assert (layout.width, layout.last) == (4, 7)
-
-
 GRPO_SOME = "layouts={rollout: {rows: [1, 1, 0]}, update: {rows: [1, 1, 0]}, reference: {rows: [0, 0, 1]}}"
 
 
@@ -109,35 +96,30 @@ def test_roles_that_share_shards_are_on_the_same_ranks() -> None:
     (["roles.actor.replicas=3"], {("actor", True)}),
     (["roles.actor.rollout=vllm", "roles.actor.dtype=bfloat16"], {("actor", False), ("reference", False)})])
 def test_what_wants_all_ranks_has_shares_of_no_rows(more: list[str], left: set[tuple[str, bool]],
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
+                                                    engines: None) -> None:
     apart = "mode" in more[0]
     layouts = GRPO_SOME.replace("rollout: {rows: [1, 1, 0]}, ", "") if apart else GRPO_SOME
     assert {*some(layouts, *more, ranks=3 + apart)} == left
 
 
-def test_stages_may_stand_together_instead() -> None:
-    layout = Layout(3, first=2, tp=2, pp=2, order=STAGES_OUTERMOST)
-    assert [layout.share(rank) for rank in range(15)] == [None] * 2 + 2 * [0, 0, 1, 1, 2, 2] + [None]
-    assert [rank for rank in range(15) if layout.leads(rank)] == [2, 4, 6]
-    assert [layout.leader(share) for share in range(3)] == [2, 4, 6]
-    assert layout.ranks_of(1) == [4, 5, 10, 11]
+@pytest.mark.parametrize(("layout", "shares", "leaders"), [
+    (Layout(2, tp=2, pp=2), [0] * 4 + [1] * 4 + [None], [0, 4]),
+    (Layout(3, first=2, tp=2, pp=2, order=STAGES_OUTERMOST),
+     [None] * 2 + 2 * [0, 0, 1, 1, 2, 2] + [None], [2, 4, 6])])
+def test_layout_says_where_the_ranks_of_a_share_stand(layout, shares, leaders):
+    assert [layout.share(rank) for rank in range(len(shares))] == shares
+    assert [rank for rank in range(len(shares)) if layout.leads(rank)] == leaders
+    assert [layout.leader(share) for share in range(layout.dp)] == leaders
+    assert layout.ranks_of(1) == [rank for rank, share in enumerate(shares) if share == 1]
 
 
-def test_the_order_of_ranks_is_that_of_all_nodes_of_an_engine(plan_of: Callable,
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.16.1")
-    asked = {"learn": {"pp": 2, "order": STAGES_OUTERMOST}}
+def test_stages_may_have_unequal_layers_and_an_order(plan_of: Callable, engines: None) -> None:
+    asked = {"learn": {"pp": 2, "layers": [3, 1], "order": STAGES_OUTERMOST}}
     plan = plan_of(JUDGED, ranks=4, roles=actor(engine="megatron"), layouts=asked)
-    assert plan.task("learn").layout == plan.task("judged").layout == Layout(2, pp=2, order=STAGES_OUTERMOST)
+    learn, judged = (plan.task(node).layout for node in ("learn", "judged"))
+    assert learn == judged == Layout(2, pp=2, order=STAGES_OUTERMOST)
+    assert learn.layers == judged.layers == (3, 1)
     assert plan.task("sample").layout == Layout(4)
-
-
-def test_stages_may_have_unequal_layers(plan_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.16.1")
-    plan = plan_of(JUDGED, ranks=4, roles=actor(engine="megatron"), layouts={"learn": {"pp": 2, "layers": [3, 1]}})
-    assert plan.task("learn").layout == plan.task("judged").layout == Layout(2, pp=2)
-    assert plan.task("learn").layout.layers == plan.task("judged").layout.layers == (3, 1)
     assert Layout(2, pp=2, layers=(3, 1)).stages(4) == [range(3), range(3, 4)]
     assert Layout(2, pp=2).stages(4) == [range(2), range(2, 4)]
 
@@ -182,20 +164,14 @@ def test_stages_may_have_unequal_layers(plan_of: Callable, monkeypatch: pytest.M
      "One of  replicas: 1, 2, 4"),
 ])
 def test_what_cannot_be_split_is_told_with_a_remedy(plan_of: Callable, layouts: dict, settings: dict, message: str,
-                                                    remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.16.1")
-    with pytest.raises(InvalidInput) as caught:
+                                                    remedy: str, engines: None) -> None:
+    with refused(message, remedy, "run.yaml", mistakes=1):
         plan_of(JUDGED, ranks=4, roles=actor(**settings), layouts=layouts)
-    mistake, = caught.value.mistakes
-    assert message in mistake.what
-    assert remedy in mistake.hint
-    assert mistake.where.file.endswith("run.yaml")
 
 
 @pytest.mark.parametrize(("name", "line"), [("vllm", "cpu_fused_moe.cpp"), ("sglang", "fused_moe_native.py:77")])
 def test_rollouts_have_whole_experts_on_gpus_alone(spec_of: Callable, name: str, line: str,
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.16.1")
+                                                   engines: None) -> None:
     model = {"architecture": "qwen3_moe", "kv_heads": 2}
     spec = spec_of(JUDGED, roles=actor(rollout=name, model=model), layouts={"sample": {"tp": 2, "ep": 2}})
     sample = plan(replace(spec, on_cpus=False), 4).task("sample").layout
@@ -213,11 +189,8 @@ def test_a_missing_engine_says_its_pip_line(plan_of: Callable, key: str, name: s
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distflow.config.models.installed", lambda engine: None)
     monkeypatch.delenv("DISTFLOW_SGLANG_PYTHON", raising=False)
-    with pytest.raises(InvalidInput) as caught:
+    with refused(f"role `actor` wants `{key}: {name}`, and {package} is not installed", line, mistakes=1):
         plan_of(JUDGED, roles=actor(**{key: name}))
-    mistake, = caught.value.mistakes
-    assert f"role `actor` wants `{key}: {name}`, and {package} is not installed" in mistake.what
-    assert line in mistake.hint
 
 
 @pytest.mark.parametrize("made", ["nothing", "a file", "a folder", "an executable"])
@@ -234,12 +207,9 @@ def test_another_environment_must_have_a_python(plan_of: Callable, tmp_path: Pat
     if made == "an executable":
         assert plan_of(JUDGED, roles=settings)
         return
-    with pytest.raises(InvalidInput) as caught:
+    with refused(f"role `actor` wants `rollout: sglang`, and DISTFLOW_SGLANG_PYTHON names `{python}`, which is no "
+                 "executable file", "export DISTFLOW_SGLANG_PYTHON=", mistakes=1):
         plan_of(JUDGED, roles=settings)
-    mistake, = caught.value.mistakes
-    assert mistake.what == ("role `actor` wants `rollout: sglang`, and DISTFLOW_SGLANG_PYTHON names "
-                            f"`{python}`, which is no executable file")
-    assert "export DISTFLOW_SGLANG_PYTHON=" in mistake.hint
 
 
 def test_an_unknown_version_is_told_with_what_was_tested(plan_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,21 +225,14 @@ def test_an_unknown_version_is_told_with_what_was_tested(plan_of: Callable, monk
     ("engine", {"engine": "megatron", "lora": {}}, "wants `engine: megatron` and `lora`, which it cannot do"),
 ])
 def test_what_an_engine_cannot_do_is_told_with_another(plan_of: Callable, key: str, settings: dict, message: str,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
-    with pytest.raises(InvalidInput) as caught:
+                                                       engines: None) -> None:
+    with refused(message, f"Instead:  {key}: {'hf' if key == 'rollout' else 'fsdp'}", mistakes=1):
         plan_of(JUDGED, roles=actor(**settings))
-    mistake, = caught.value.mistakes
-    assert message in mistake.what
-    assert mistake.hint == f"Instead:  {key}: {'hf' if key == 'rollout' else 'fsdp'}"
 
 
-def test_a_conversation_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
-    with pytest.raises(InvalidInput) as caught:
+def test_a_conversation_is_not_split(engines: None) -> None:
+    with refused("node `rollout` talks with an environment, and its model is split over 2 ranks", mistakes=1):
         plan(load("grpo_tools.yaml", None, ["roles.actor.rollout=vllm", "layouts.rollout.tp=2"]), 2)
-    mistake, = caught.value.mistakes
-    assert "node `rollout` talks with an environment, and its model is split over 2 ranks" in mistake.what
     with pytest.raises(InvalidInput, match="talks with an agent, and its model is split over 2 ranks"):
         plan(load("grpo_tools.yaml", None, [
             "roles.actor.rollout=vllm", "layouts.rollout.tp=2", "nodes.rollout.function=run_agent",

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 from planning import DIAMOND, LEARN, node
 
 from distflow.config.load import load
-from distflow.plan import Plan, Task
+from distflow.plan import Plan
 from planners import plan
 
 JUDGE = node("judge", "sample")
@@ -67,33 +66,13 @@ def hundred(layers: int = 20) -> tuple[dict, dict]:
 
 def test_a_hundred_nodes_on_a_thousand_ranks(spec_of: Callable) -> None:
     nodes, roles = hundred()
-    assert len(nodes) == 100
     began = time.process_time()
-    spec = spec_of(nodes, roles)
-    loaded = time.process_time()
-    made = plan(spec, 1024)
-    digest = made.digest
-    planned = time.process_time()
+    made = plan(spec_of(nodes, roles), 1024)
     chains = [made.chain(rank) for rank in range(1024)]
-    print(f"100 nodes, 1,024 ranks: load {loaded - began:.3f} s, plan and digest {planned - loaded:.3f} s, "
-          f"1,024 chains {time.process_time() - planned:.4f} s of one core")
     assert time.process_time() - began < 30
-    assert len(made.tasks) == 100
+    assert len(made.tasks) == len(nodes) == 100
     assert made.tasks[0].layout.dp == 1024
-    assert len(digest) == 16
     assert len({id(chain) for chain in chains}) == 1, "what is alike for all ranks is there once"
-
-
-def test_a_plan_does_not_grow_with_its_ranks(plan_of: Callable) -> None:
-    small, large = plan_of(DIAMOND, ranks=2), plan_of(DIAMOND, ranks=1024)
-    assert len(large.to_json()) < len(small.to_json()) + 200
-
-
-def test_a_rank_reads_only_its_own_chain(plan_of: Callable) -> None:
-    made = plan_of(DIAMOND, ranks=1024)
-    with mock.patch.object(Task, "__getattribute__", side_effect=AssertionError("a task was looked into")):
-        chain = made.chain(1000)
-    assert [task.node for task in chain] == ["learn", "sample", "left", "right", "join"]
 
 
 def test_ranks_outside_a_layout_still_have_its_task_for_the_rows_they_send(plan_of: Callable) -> None:

@@ -13,10 +13,8 @@ from planners.heterogeneous.calibration import (
     at_run_sizes,
     calibrated,
     measured_run,
-    unmeasured,
     with_run_lengths,
 )
-from planners.heterogeneous.explain import bounds
 from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.problem import (
     GENERATE,
@@ -98,15 +96,6 @@ def test_a_slow_device_shows_its_pace_where_ranks_do_not_wait() -> None:
         assert layout.seconds == pytest.approx(measured, rel=0.05)
 
 
-def test_a_better_plan_gives_the_slow_device_less() -> None:
-    groups = (FAST, SLOW)
-    found = calibrated(problem(64, groups), [run(64, (32, 32), groups), run(8, (4, 4), groups)])
-    costed, everything = CostedProblem(found), found.hardware.all
-    layout = costed.layouts.exactly(2, everything)[frozenset({0, 1}), None][0]
-    rows = {kind.stages[0]: rows for kind, rows in zip(layout.arrangement, layout.rows)}
-    assert rows[0] > 2 * rows[1]
-
-
 def test_lengths_are_those_of_the_run_and_those_of_responses_shares_of_the_longest() -> None:
     found = calibrated(problem(), [run(64)]).tasks[0]
     assert (found.seen, found.read, found.answer, found.longest) == (20, 5, 12, 15)
@@ -139,17 +128,6 @@ def test_what_a_rank_waits_within_a_task_is_no_work() -> None:
     assert [layout.seconds for layout in one.placement(costed).layouts] == pytest.approx(one.durations, rel=0.01)
     layouts = {"rollout": Layout(1), "reference": Layout(1, first=1), "update": Layout(2)}
     assert measured_run(problem(64, groups), layouts, taken, 2.0).durations == pytest.approx((0.2, 0.25, 1.95 - 0.25))
-
-
-def test_starts_bound_what_computes_little() -> None:
-    costed = CostedProblem(calibrated(problem(1), [run(64), run(1)]))
-    (found, *_) = bounds(costed.problem, run(1).placement(costed))
-    assert found.saved[0][0] == "speed of starting kernels"
-
-
-def test_without_runs_nothing_is_known() -> None:
-    assert unmeasured(calibrated(problem(), [run(64)])).tasks == problem().tasks
-    assert problem().tasks[0].measured == Measured()
 
 
 def test_works_that_share_ranks_take_turns() -> None:

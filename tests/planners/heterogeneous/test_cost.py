@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from planners import memory, plan
+from distflow.config.spec import Spec
+from planners import plan
 from planners.heterogeneous.cost import CostModel, Objective
 from planners.heterogeneous.hardware import Network
 from planners.heterogeneous.layouts import every, in_rows, strategies
@@ -26,7 +27,6 @@ from planners.heterogeneous.problem import (
     Strategy,
 )
 from planners.heterogeneous.workload import problem_of
-from planners.memory import ParameterBytes, activation_bytes, parameter_bytes
 
 FAST = DeviceGroup("fast", "big", "a", 1, 4, 100e12, 80e9, 2e12, 25e9, NetworkLink(1e-6, 100e9))
 SLOW = replace(FAST, name="slow", kind="small", peak=50e12, bandwidth=1e12, memory=40e9)
@@ -50,69 +50,69 @@ def forward(rows: float, task: ModelTask = WORK, peak: float = 100e12) -> float:
     return rows * task.tokens * (2 * task.parameters + 2 * task.layers * task.tokens * task.queries) / peak
 
 
-def test_inference_is_arithmetic_at_the_peak() -> None:
-    assert seconds(WORK, Strategy(1), Replicas((0,), 1)) == pytest.approx(forward(8))
-    assert seconds(WORK, Strategy(4), Replicas((0,), 4)) == pytest.approx(forward(2))
+ONE = (Replicas((0,), 1),)
+STEP, STATES = 2 * 10**9 * 18 / 2e12, 8 * 200 * 10 * 22 * 1000 * 2 / 2e12
+FORMULAS = {  # changes of `WORK`, its strategy and devices, and its seconds
+    "inference is arithmetic at the peak": ({}, Strategy(1), ONE, forward(8)),
+    "four share it": ({}, Strategy(4), (Replicas((0,), 4),), forward(2)),
+    "training takes three passes": ({"kind": TRAIN}, Strategy(1), ONE, 3 * forward(8) + STEP),
+    "or four if it recomputes": ({"kind": TRAIN, "recompute": True}, Strategy(1), ONE, 4 * forward(8) + STEP),
+    "few tokens are bound by reading the weights": ({"prompt": 1, "response": 1, "rows": 1}, Strategy(1), ONE,
+                                                    2e9 / 2e12),
+    "a last micro-batch has the rows that are left": ({"rows": 3}, Strategy(1, micro=2), ONE, forward(3)),
+    "or is the only one": ({"rows": 3}, Strategy(1, micro=8), ONE, forward(3)),
+    "each pass through each of ten layers takes its start": (
+        {"rows": 3, "measured": Measured(times=1.0, launch=1e-3)}, Strategy(1, micro=2), ONE,
+        forward(3) + 2 * 10 * 1e-3),
+    # eight micro-batches of one row through two stages: nine steps of half a forward pass, and a hop
+    "the bubble of a pipeline": ({}, Strategy(1, pp=2), (Replicas((0, 0), 1),),
+                                 9 * forward(1) / 2 + 1e-6 + 200 * 1000 * 2 / 100e9),
+    # two sums a layer, each of two messages of half the activations for two slices
+    "slices add up their activations": ({}, Strategy(1, tp=2), ONE,
+                                        forward(8) / 2 + 8 * 10 * 2 * 2 * (1e-6 + 200 * 1000 * 2 / 2 / 100e9)),
+    "gradients go over the slowest link": (
+        {"kind": TRAIN, "rows": 2}, Strategy(2), (*ONE, Replicas((1,), 1)),
+        3 * forward(1, peak=50e12) + 2 * 1 * 1e-3 + 2 * 1 / 2 * 4e9 / 1e9 + 2 * 10**9 * (12 / 2 + 6) / 1e12),
+    "what is computed between products passes through memory": ({"states": 22}, Strategy(1), ONE, forward(8) + STATES),
+    "in training three times": ({"kind": TRAIN, "states": 22}, Strategy(1), ONE, 3 * (forward(8) + STATES) + STEP)}
 
 
-def test_training_takes_three_times_as_long_and_four_times_if_it_recomputes() -> None:
-    for recompute, times in ((False, 3), (True, 4)):
-        task = replace(WORK, kind=TRAIN, recompute=recompute)
-        step = 2 * task.parameters * 18 / 2e12
-        assert seconds(task, Strategy(1), Replicas((0,), 1)) == pytest.approx(times * forward(8) + step)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_cost_model_has_the_seconds_that_are_worked_out_by_hand(name: str) -> None:
+    changes, strategy, kinds, expected = FORMULAS[name]
+    assert seconds(replace(WORK, **changes), strategy, *kinds) == pytest.approx(expected)
 
 
 def test_attention_has_a_rate_of_its_own() -> None:
     attends = forward(8) - forward(8, replace(WORK, queries=0))
-    halved = costs(WORK, (replace(FAST, attention=0.5), SLOW)).layout(0, Strategy(1), (Replicas((0,), 1),)).seconds
+    halved = costs(WORK, (replace(FAST, attention=0.5), SLOW)).layout(0, Strategy(1), ONE).seconds
     assert halved == pytest.approx(forward(8) + attends)
 
 
-@pytest.mark.parametrize("kind", [INFER, TRAIN, GENERATE])
-def test_attention_is_as_wide_as_the_queries(kind: str) -> None:
-    """Heads × head size, whatever the hidden size: as much for each of 10 layers in time, in what bounds it from below
-    and in arithmetic, which counts training three times and a token that is sampled in full, 4 × 150 on the mean."""
-    own = replace(WORK, kind=kind, measured=Measured(read=0))
-    wide = replace(own, queries=10**6)
-    more = 8 * 100 * 10 * (10**6 - 1000) * {INFER: 2 * 200, TRAIN: 6 * 200, GENERATE: 4 * 150}[kind] / 100e12
-    narrow, broad = costs(own).tasks[0], costs(wide).tasks[0]
-    assert broad.arithmetic([(FAST, 1)]) - narrow.arithmetic([(FAST, 1)]) == pytest.approx(more)
-    if kind == GENERATE:  # reads of the cache hide the arithmetic of narrow queries
-        step, cache = 4 * 150 * 10**6 / 100e12, 500 * 150 / 2e12
-        assert broad.decode(0, FAST, 1, 8) - narrow.decode(0, FAST, 1, 8) == pytest.approx(8 * (step - cache))
-    else:
-        one = Strategy(1), Replicas((0,), 1)
-        assert seconds(wide, *one) - seconds(own, *one) == pytest.approx(more)
+@pytest.mark.parametrize(("kind", "times"), [(INFER, 2 * 200), (TRAIN, 6 * 200), (GENERATE, 4 * 150)])
+def test_attention_is_as_wide_as_the_queries(kind: str, times: int) -> None:
+    """Heads × head size, whatever the hidden size: as much for each of 10 layers. Training counts three times, and a
+    token that is sampled in full, of a context of 150 on the mean."""
+    narrow, broad = (costs(replace(WORK, kind=kind, queries=queries,
+                                   measured=Measured(read=0))).tasks[0].arithmetic([(FAST, 1)])
+                     for queries in (1000, 10**6))
+    assert broad - narrow == pytest.approx(8 * 100 * 10 * (10**6 - 1000) * times / 100e12)
 
 
-def test_few_tokens_are_bound_by_reading_the_weights() -> None:
-    task = replace(WORK, prompt=1, response=1, rows=1)
-    assert seconds(task, Strategy(1), Replicas((0,), 1)) == pytest.approx(2e9 / 2e12)
-
-
-def test_a_last_micro_batch_has_the_rows_that_are_left() -> None:
-    assert seconds(replace(WORK, rows=3), Strategy(1, micro=2), Replicas((0,), 1)) == pytest.approx(forward(3))
-    assert seconds(replace(WORK, rows=3), Strategy(1, micro=8), Replicas((0,), 1)) == pytest.approx(forward(3))
-
-
-def test_each_pass_through_a_layer_takes_its_start() -> None:
-    """Two micro-batches through ten layers; 100 tokens after reading the prompts."""
-    slow = Measured(times=1.0, launch=1e-3)
-    found = seconds(replace(WORK, rows=3, measured=slow), Strategy(1, micro=2), Replicas((0,), 1))
-    assert found == pytest.approx(forward(3) + 2 * 10 * 1e-3)
+def test_each_sampled_token_passes_through_all_layers() -> None:
+    """100 of them, after reading the prompts."""
     task = replace(WORK, kind=GENERATE)
-    plain, found = (seconds(each, Strategy(1, micro=8), Replicas((0,), 1)) for each in (
-        task, replace(task, measured=slow)))
-    assert found == pytest.approx(plain + (1 + 100) * 10 * 1e-3)
+    plain, late = (seconds(each, Strategy(1, micro=8), *ONE) for each in (
+        task, replace(task, measured=Measured(times=1.0, launch=1e-3))))
+    assert late == pytest.approx(plain + (1 + 100) * 10 * 1e-3)
 
 
-def test_a_device_s_passes_start_late_and_compute_for_more_tokens() -> None:
+@pytest.mark.parametrize(("task", "starts"), [
+    (replace(WORK, rows=3), 3), (replace(WORK, rows=3, measured=Measured(launch=0.0)), 0)], ids=["", "measured"])
+def test_a_device_s_passes_start_late_and_compute_for_more_tokens(task: ModelTask, starts: int) -> None:
     device = replace(FAST, launch=1e-3, overhead=50.0)
-    found = costs(replace(WORK, rows=3), (device,)).layout(0, Strategy(1, micro=1), (Replicas((0,), 1),)).seconds
-    assert found == pytest.approx(forward(3) * (200 + 50) / 200 + 3 * 10 * 1e-3)
-    measured = replace(WORK, rows=3, measured=Measured(launch=0.0))
-    found = costs(measured, (device,)).layout(0, Strategy(1, micro=1), (Replicas((0,), 1),)).seconds
-    assert found == pytest.approx(forward(3) * (200 + 50) / 200), "a measured launch comes first"
+    found = costs(task, (device,)).layout(0, Strategy(1, micro=1), ONE).seconds
+    assert found == pytest.approx(forward(3) * (200 + 50) / 200 + starts * 10 * 1e-3)
 
 
 def test_decoding_multiplies_by_the_weights_and_then_attends_to_the_caches() -> None:
@@ -121,37 +121,6 @@ def test_decoding_multiplies_by_the_weights_and_then_attends_to_the_caches() -> 
     context = 150
     assert plain == pytest.approx(1000 * (2 * 1e8 + 4 * context * 1000) / 100e12), "arithmetic binds both"
     assert cached == pytest.approx(1000 * 2 * 1e8 / 100e12 + 1000 * 4000 * context / 2e12), "memory binds the caches"
-
-
-def test_the_bubble_of_a_pipeline() -> None:
-    """Eight micro-batches of one row through two stages: nine steps of half a forward pass, and a hop."""
-    hop = 1e-6 + 200 * 1000 * 2 / 100e9
-    found = seconds(WORK, Strategy(1, pp=2), Replicas((0, 0), 1))
-    assert found == pytest.approx(9 * forward(1) / 2 + hop)
-
-
-def test_stages_are_as_large_as_their_devices_are_fast() -> None:
-    layout = costs(replace(WORK, layers=9)).layout(0, Strategy(1, pp=2), (Replicas((0, 1), 1),))
-    assert layout.layers == (6, 3)
-
-
-def test_shares_have_as_many_rows_as_their_devices_are_fast() -> None:
-    layout = costs(replace(WORK, rows=9)).layout(0, Strategy(2), (Replicas((0,), 1), Replicas((1,), 1)))
-    assert layout.rows == (6, 3)
-    assert layout.seconds == pytest.approx(forward(6))
-
-
-def test_slices_add_up_their_activations() -> None:
-    """Two sums a layer, each of two messages of half the activations for two slices."""
-    sums = 8 * 10 * 2 * 2 * (1e-6 + 200 * 1000 * 2 / 2 / 100e9)
-    assert seconds(WORK, Strategy(1, tp=2), Replicas((0,), 1)) == pytest.approx(forward(8) / 2 + sums)
-
-
-def test_gradients_go_over_the_slowest_link() -> None:
-    task = replace(WORK, kind=TRAIN, rows=2)
-    found = seconds(task, Strategy(2), Replicas((0,), 1), Replicas((1,), 1))
-    ring = 2 * 1 * 1e-3 + 2 * 1 / 2 * 4e9 / 1e9
-    assert found == pytest.approx(3 * forward(1, peak=50e12) + ring + 2 * 10**9 * (12 / 2 + 6) / 1e12)
 
 
 def test_fsdp_gathers_weights_in_each_pass_and_scatters_gradients_once() -> None:
@@ -177,17 +146,28 @@ def test_fsdp_gathers_weights_in_each_pass_and_scatters_gradients_once() -> None
     assert filled - empty == pytest.approx(16 / 2 * 10**9 + kept)
 
 
+def counted(spec: Spec, node: str) -> tuple[float, dict[str, int]]:
+    """The bytes that the solvers' cost model counts of a node's parameters, and what `distflow plan` counts of its
+    role by kind, on 64 ranks."""
+    items = {item.name: item.bytes for item in plan(spec, 64).memory}
+    task = next(each for each in CostModel(problem_of(spec)).tasks if each.task.name == node)
+    each, beside = task.kept(Strategy(64, micro=16), 0)
+    filled = task.fills(Strategy(64, micro=16), 0, task.task.layers) - task.task.layers * each - beside
+    role = f"{task.task.role}: "
+    return filled, {name.removeprefix(role): size for name, size in items.items() if name.startswith(role)}
+
+
+def of_kinds(planned: dict[str, int], *kinds: str) -> float:
+    return pytest.approx(sum(planned.get(kind, 0) for kind in kinds), rel=1e-4)
+
+
 @pytest.mark.parametrize(("engine", "gib"), [("fsdp", 11.0), ("megatron", 47.2)])
 def test_both_plans_count_the_same_state(mixed_spec: Callable, engine: str, gib: float) -> None:
-    """8B on 64 ranks: `distflow plan` without a solver, and the solvers' cost model."""
+    """8B: `distflow plan` without a solver, and the solvers' cost model."""
     spec = mixed_spec("grpo", "h200", "roles.actor.dtype=bfloat16", "data.batch=512", size="8B")
     spec.run.roles["actor"] = spec.run.roles["actor"].model_copy(update={"engine": engine})
-    items = {item.name: item.bytes for item in plan(spec, 64).memory}
-    update, strategy = CostModel(problem_of(spec)).tasks[-1], Strategy(64, micro=16)
-    kinds = ("training state", "weights while computing")
-    each, beside = update.kept(strategy, 0)
-    solver = update.fills(strategy, 0, update.task.layers) - update.task.layers * each - beside
-    assert solver == pytest.approx(sum(items.get(f"actor: {kind}", 0) for kind in kinds), rel=1e-6)
+    solver, planned = counted(spec, "update")
+    assert solver == of_kinds(planned, "training state", "weights while computing")
     assert solver / 2**30 == pytest.approx(gib, rel=0.01)
 
 
@@ -200,45 +180,26 @@ def test_both_plans_count_frozen_parameters_and_a_reference_that_follows(
     spec = mixed_spec("grpo", "h200", "roles.actor.dtype=bfloat16", "data.batch=512",
                       "roles.reference.follow={every: 2, mix: 0.5}", *model)
     spec.frozen["actor"] = frozen  # as `freeze` counts it in the files of a model
-    items = {item.name: item.bytes for item in plan(spec, 64).memory}
-    assert items["actor: frozen weights"] > 0
-    costed, strategy = {each.task.name: each for each in CostModel(problem_of(spec)).tasks}, Strategy(64, micro=16)
-    for node, kinds in (("update", ("training state", "frozen weights", "weights while computing")),
-                        ("reference", ("following weights", "weights while computing"))):
-        task = costed[node]
-        each, beside = task.kept(strategy, 0)
-        solver = task.fills(strategy, 0, task.task.layers) - task.task.layers * each - beside
-        role = task.task.role
-        assert solver == pytest.approx(sum(items[f"{role}: {kind}"] for kind in kinds), rel=1e-4)
-    assert costed["update"].ideal([(FAST, 1)]) < float("inf")
+    solver, planned = counted(spec, "update")
+    assert planned["frozen weights"] > 0
+    assert solver == of_kinds(planned, "training state", "frozen weights", "weights while computing")
+    solver, planned = counted(spec, "reference")
+    assert solver == of_kinds(planned, "following weights", "weights while computing")
 
 
-@pytest.mark.parametrize("state", [16, 12])
 @pytest.mark.parametrize(("dag", "rollout", "dtype"), [
-    ("grpo", "hf", "bfloat16"), ("grpo", "vllm", "bfloat16"), ("sft", "hf", "bfloat16"), ("sft", "hf", "float32")])
-def test_both_plans_count_a_frozen_model_with_adapters(mixed_spec: Callable, dag: str, rollout: str, dtype: str,
-                                                       state: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is whole on each rank that also samples with it by transformers, else divided. What is kept of a trained
-    parameter is said once, for both plans."""
-    def kept(engine: str, width: int, trained: bool, follows: bool = False) -> ParameterBytes:
-        found = parameter_bytes(engine, width, trained, follows)
-        return found._replace(divided=state) if trained else found
-
-    monkeypatch.setattr(memory, "parameter_bytes", kept)
+    ("grpo", "hf", "bfloat16"), ("grpo", "vllm", "bfloat16"), ("sft", "hf", "float32")])
+def test_both_plans_count_a_frozen_model_with_adapters(mixed_spec: Callable, dag: str, rollout: str,
+                                                       dtype: str) -> None:
+    """It is whole on each rank that also samples with it by transformers, else divided."""
     learns = () if dag == "grpo" else ("data.train=arithmetic/demonstrations.jsonl",)
     spec = mixed_spec(dag, "h200", f"roles.actor.dtype={dtype}", "data.batch=512", "roles.actor.lora={rank: 16}",
                       *learns)
     spec.run.roles["actor"] = spec.run.roles["actor"].model_copy(update={"rollout": rollout})
     spec.adapters["actor"] = 40_000_000  # as `lora` counts them in the files of a model
-    items = {item.name: item.bytes for item in plan(spec, 64).memory}
     problem = problem_of(spec)
-    update, strategy = CostModel(problem).tasks[-1], Strategy(64, micro=16)
-    each, beside = update.kept(strategy, 0)
-    solver = update.fills(strategy, 0, update.task.layers) - update.task.layers * each - beside
-    planned = sum(items[f"actor: {kind}"] for kind in ("weights", "training state", "weights while computing"))
-    assert solver == pytest.approx(planned, rel=1e-4)
-    assert items["actor: training state"] == 40_000_000 * state // 64
-    assert update.task.activations == activation_bytes(spec.shape_of("actor"), update.task.width, True, True)
+    solver, planned = counted(spec, problem.tasks[-1].name)
+    assert solver == of_kinds(planned, "weights", "training state", "weights while computing")
     assert [sync.nbytes for sync in problem.syncs] == [2 * 40_000_000] * (dag == "grpo")
 
 
@@ -251,17 +212,9 @@ def test_a_model_with_adapters_needs_no_more_than_its_weights() -> None:
     assert costs(replace(task, frozen=0, adapters=0)).tasks[0].ideal([(just, 1)]) == float("inf")
 
 
-def test_a_frozen_model_that_is_divided_is_gathered_in_the_dtype_that_it_is_kept_in() -> None:
-    """Two bytes are read of each parameter of a share's half, where four are of a trained one."""
-    task = replace(WORK, kind=TRAIN, engine="fsdp")
-    adapted = replace(task, frozen=task.parameters, adapters=10**7)
-    read = [costs(each).tasks[0]._copied(Strategy(2)) for each in (task, adapted)]
-    assert read[0] - read[1] == pytest.approx(2 * (4 - 2) / 2 * 10**9 / 10)
-
-
 def test_adapters_alone_are_sent_and_stepped_and_the_model_gets_no_gradients() -> None:
-    """Two of three passes are left; the optimizer reads and writes 16 bytes of each of 10⁷ parameters, and 4 are added
-    up. A model that is whole on each share is neither gathered nor cast."""
+    """Two of three passes are left; the optimizer reads and writes 16 bytes of each of 10⁷ parameters. A model that is
+    whole on each share is not gathered."""
     task, two = replace(WORK, kind=TRAIN, engine="fsdp"), (Replicas((0,), 1), Replicas((0,), 1))
     adapted = replace(task, frozen=task.parameters, adapters=10**7, undivided=True)
     product = 8 * task.tokens * 2 * task.parameters / 100e12
@@ -269,19 +222,9 @@ def test_adapters_alone_are_sent_and_stepped_and_the_model_gets_no_gradients() -
     assert saved == pytest.approx(product)
     model = costs(adapted, (replace(FAST, inside=NetworkLink(0.0, 1e9)), SLOW))
     assert model.tasks[0].step(FAST, Strategy(2), 10) == pytest.approx(2 * 16 * 10**7 / 2 / 2e12)
-    assert model.tasks[0]._copied(Strategy(2)) < 0.1 * costs(task).tasks[0]._copied(Strategy(2))
     gathered = model.layout(0, Strategy(2), two, rows=(4, 4)).seconds - \
         model.layout(0, Strategy(1), two[:1], rows=(4,)).seconds
     assert gathered < 8 * 10**7 * (2 * 2 + 4) / 1e9  # where a model's gathers take 8 s
-
-
-def test_what_is_computed_between_products_passes_through_memory() -> None:
-    """22 states of 1,000 × 2 B in each of 10 layers, as often as products."""
-    tokens, one = 8 * WORK.tokens, (Replicas((0,), 1),)
-    for task, passes in ((WORK, 1), (replace(WORK, kind=TRAIN), 3)):
-        states = replace(task, states=22)
-        assert seconds(states, Strategy(1), *one) - seconds(task, Strategy(1), *one) == pytest.approx(
-            tokens * passes * 10 * 22 * 1000 * 2 / 2e12)
 
 
 def test_logits_are_of_responses_alone() -> None:
@@ -330,19 +273,14 @@ def test_embeddings_are_looked_up() -> None:
     assert costs(replace(WORK, **looked_up)).tasks[0].state(Strategy(1)) == costs(WORK).tasks[0].state(Strategy(1))
 
 
-def test_frozen_parameters_have_no_gradients_to_compute_and_to_send() -> None:
-    """Their gradient is a third of training's arithmetic; of all others, 4 bytes are added up over the shares."""
-    task = replace(WORK, kind=TRAIN)
+def test_frozen_parameters_have_no_gradients_to_compute() -> None:
+    """Their gradient is a third of training's arithmetic."""
+    task, one = replace(WORK, kind=TRAIN), (Replicas((0,), 1),)
     frozen = replace(task, frozen=task.parameters // 4)
     product = 8 * task.tokens * 2 * task.parameters / 100e12
-    one = (Replicas((0,), 1),)
     assert seconds(task, Strategy(1), *one) - seconds(frozen, Strategy(1), *one) == pytest.approx(product / 4)
-    model, both = costs(frozen), costs(task)
-    saved = both.tasks[0].arithmetic([(FAST, 1)]) - model.tasks[0].arithmetic([(FAST, 1)])
+    saved = costs(task).tasks[0].arithmetic([(FAST, 1)]) - costs(frozen).tasks[0].arithmetic([(FAST, 1)])
     assert saved == pytest.approx(product / 4)
-    sent = [each._updates(0, Strategy(4), [at(0)], (10,)) - each.tasks[0].step(FAST, Strategy(4), 10)
-            for each in (model, both)]
-    assert sent[0] == pytest.approx(sent[1] * 3 / 4, rel=1e-3)
 
 
 def test_generation_reads_weights_and_cache_for_each_token() -> None:
@@ -356,20 +294,20 @@ def test_rows_that_find_no_place_in_the_cache_wait() -> None:
     """A row takes 10 layers × 200 tokens × 5 MB = 10 GB, so 7 rows fit beside the weights."""
     task = replace(WORK, kind=GENERATE, kv=5 * 10**6, rows=7)
     model = costs(task)
-    one, two = (model.layout(0, Strategy(1), (Replicas((0,), 1),)).seconds,
-                costs(replace(task, rows=14)).layout(0, Strategy(1), (Replicas((0,), 1),)).seconds)
+    one, two = (model.layout(0, Strategy(1), ONE).seconds,
+                costs(replace(task, rows=14)).layout(0, Strategy(1), ONE).seconds)
     assert two == pytest.approx(2 * one)
 
 
 def test_what_does_not_fit_has_no_layout() -> None:
     task = replace(WORK, kind=TRAIN, parameters=5 * 10**9)
-    assert costs(task).layout(0, Strategy(1), (Replicas((0,), 1),)) is None
+    assert costs(task).layout(0, Strategy(1), ONE) is None
     assert costs(task).layout(0, Strategy(1, pp=2), (Replicas((0, 0), 1),)) is not None
 
 
 def test_swapping_takes_the_way_to_host_memory_and_back() -> None:
     for kind, nbytes in ((TRAIN, 2 * 18e9), (INFER, 2e9), (GENERATE, 0)):
-        layout = costs(replace(WORK, kind=kind)).layout(0, Strategy(1), (Replicas((0,), 1),))
+        layout = costs(replace(WORK, kind=kind)).layout(0, Strategy(1), ONE)
         assert layout.swap == pytest.approx(nbytes / 25e9)
         assert layout.takes(True) == layout.seconds + layout.swap
 
@@ -381,21 +319,6 @@ def test_experts_are_read_and_held_in_parts() -> None:
     assert whole - parts == pytest.approx(0.75 * 8 * 10**8 * 2 / 10)
     assert model.layout(0, Strategy(4, ep=4), (Replicas((0,), 4),)).seconds > \
         4 / 4 * forward(2, replace(task, parameters=task.active))
-
-
-def test_megatron_divides_experts_by_ep_and_not_by_tp() -> None:
-    task = replace(WORK, kind=TRAIN, experts=8, expert_parameters=8 * 10**8, experts_per_token=2)
-    state = costs(task).tasks[0].state(Strategy(2, tp=4, ep=8))
-    assert 10 * state == pytest.approx(2 * 10**8 / 4 * (6 + 12 / 2) + 8 * 10**8 / 8 * (6 + 12))
-    sharded = costs(replace(task, engine="fsdp")).tasks[0].state(Strategy(2, tp=4))
-    assert 10 * sharded == pytest.approx(10**9 / 4 * 16 / 2)
-
-
-def test_experts_are_divided_over_the_devices_of_a_stage() -> None:
-    task = replace(WORK, experts=8, expert_parameters=8 * 10**8, experts_per_token=2)
-    assert {strategy.ep for strategy in strategies(task, 2, 4, 1)} == {1, 2, 4, 8}
-    assert {strategy.ep for strategy in strategies(task, 1, 4, 1)} == {1, 2, 4}
-    assert {strategy.ep for strategy in strategies(replace(task, kind=GENERATE), 2, 4, 1)} == {1}
 
 
 @pytest.mark.parametrize("kind", [GENERATE, INFER, TRAIN])

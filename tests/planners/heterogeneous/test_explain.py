@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from distflow.cli import main
 from distflow.config.load import load
 from distflow.config.spec import Spec
 from planners.heterogeneous.efficiency import BETWEEN
@@ -64,13 +63,3 @@ def test_weights_and_memory(spec_of):
     memory = list(memory_of(costed, placement))
     assert {task for task, *_ in memory} == {"rollout", "reference", "update"}
     assert all(0 < fills <= room == 0.9 * 16 * 2**30 for *_, fills, room in memory)
-
-
-def test_explain_says_all_of_it(spec_of, capsys):
-    sizes = [word for each in SIZES for word in ("--set", each)]
-    spec_of()
-    assert main(["plan", "grpo", "--cluster", "cluster.yaml", *sizes, "--place",
-                 "--explain", "--out", "placed.yaml"]) == 0
-    printed = capsys.readouterr().out
-    for part in ("simple alternatives", "update → rollout", "of 14.4 GiB"):
-        assert part in printed, part

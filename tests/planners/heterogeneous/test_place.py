@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from benchmarks.qwen3 import folder
-from distflow.cli import main, mixed_plan
-from planners.heterogeneous.explain import bounds, duration, gantt, helps, picture
-from planners.heterogeneous.layouts import CostedProblem
-from planners.heterogeneous.problem import Placement
+from distflow.cli import main
+from planners.heterogeneous.explain import bounds, duration, helps
 from planners.heterogeneous.search import search
 from planners.heterogeneous.workload import problem_of
 
@@ -41,7 +37,8 @@ def test_a_placement_is_explained_and_written_as_a_run_file(plan: Callable, tmp_
     assert code == 0
     for part in ("a prediction of the cost model, not a measurement", "an iteration: ", "what bounds each task",
                  "what would help most", "devices by group (. idles)", "hopper (h200, zone)", "█",
-                 "machines, in the order of ranks: ", f"distflow run grpo --run {out}"):
+                 "machines, in the order of ranks: ", "simple alternatives", "update → rollout",
+                 f"distflow run grpo --run {out}"):
         assert part in printed
     said = yaml.safe_load(out.read_text())
     assert main(["plan", "grpo", "--run", str(out)]) == 0
@@ -88,25 +85,6 @@ def test_the_program_says_what_it_proves_and_what_it_does_not(plan: Callable, ti
     assert "proven" not in printed
 
 
-def test_a_proof_counts_for_the_plan_without_its_idle_machines(plan: Callable, tiny: Callable,
-                                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    path, searched = Path(tiny(4)), mixed_plan._searched
-    more = "{more: {device: l4, devices: 4, zone: far, inside: {gb_s: 32}}, small: "
-    path.write_text(path.read_text().replace("{small: ", more)
-                    + "zones: {far: overseas}\nlinks: {world: {gb_s: 1.0e-4, latency_us: 1.0e6}}\n")
-
-    def with_idle(*given: Any) -> tuple[list[Placement], float | None]:
-        found, proven = searched(*given)
-        assert sorted(found[-1].subsets[0]) == [0, 4]
-        return [*found[:-1], replace(found[-1], subsets=((4, 4),))], proven
-
-    monkeypatch.setattr(mixed_plan, "_searched", with_idle)
-    code, printed, error = plan("--place", "--solver", "ilp", cluster=str(path), size="1.7B")
-    assert code == 0, error
-    assert "\nit is the best of the layouts considered\n" in printed
-    assert re.search("\ngroup 1: 4 (small|more)\n", printed)
-
-
 def embedded(capsys: pytest.CaptureFixture[str], cluster: str, *more: str) -> str:
     words = ["--cluster", cluster, "--set", "data.batch=1", *more]
     assert main(["plan", "--place", "grpo", "--within", "0.99", *words]) == 0
@@ -146,11 +124,8 @@ def test_a_file_that_cannot_be_written(plan: Callable, tmp_path: Path) -> None:
     assert "plan.yaml: cannot be written: No such file or directory" in error
 
 
-def test_impossible_memory_names_the_tenant_and_the_shortfall(plan: Callable, tmp_path: Path) -> None:
-    tiny = tmp_path / "tiny.yaml"
-    tiny.write_text("name: tiny\ndevices: {l4: {tflops: {bfloat16: 121}, memory_gib: 22, memory_gb_s: 300}}\n"
-                    "machines: {small: {device: l4, devices: 2, inside: {gb_s: 32}}}\n")
-    code, _, error = plan("--place", cluster=str(tiny))
+def test_impossible_memory_names_the_tenant_and_the_shortfall(plan: Callable, tiny: Callable) -> None:
+    code, _, error = plan("--place", cluster=tiny(2))
     assert code == 2
     assert "`actor` (update) fits no device" in error
     assert "GiB too little" in error
@@ -160,13 +135,8 @@ def test_doubling_what_bounds_a_work_helps_it(mixed_spec: Callable) -> None:
     problem = problem_of(mixed_spec("grpo", "a100_l40s_l4"))
     *_, found = search(problem, budget=2000)
     by_task = {bound.task: bound.saved[0][0] for bound in bounds(problem, found.placement)}
-    assert by_task["rollout"] == "speed of starting kernels"
-    assert by_task["update"] == "compute"
+    assert (by_task["rollout"], by_task["update"]) == ("speed of starting kernels", "compute")
     assert all(times >= 0.999 for _, times in helps(problem, found.placement))
-    costed = CostedProblem(problem)
-    assert len(list(gantt(costed, found.placement))) == 3
-    assert sum(line.count("█") > 0 for line in gantt(costed, found.placement)) == 3
-    assert len(list(picture(problem, found.placement))) == len(problem.hardware.device_groups)
 
 
 

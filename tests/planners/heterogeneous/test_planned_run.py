@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -74,6 +74,20 @@ def layouts(found: Plan) -> dict[str, Layout]:
     return {task.node: task.layout for task in found.tasks}
 
 
+def place(said: dict, nodes: str, *shares: tuple[int, int, str], **cut: Any) -> None:
+    """Give tasks such shares: how many, the rows of each, and the machine of each of its stages."""
+    for node in nodes.split():
+        said["tasks"][node] |= {"tp": 1, "pp": 1, **cut, "dp": sum(count for count, *_ in shares), "shares": [
+            {"count": count, "rows": rows, "stages": stages.split()} for count, rows, stages in shares]}
+
+
+def group(said: dict, **ranks: list[int]) -> None:
+    """Give the tasks that a key names (`_` between them) these ranks together."""
+    said["groups"] = [{"tasks": tasks.split("_"), "ranks": each,
+                       "devices": dict(Counter("quick" if rank < 2 else "slow" for rank in each))}
+                      for tasks, each in ranks.items()]
+
+
 def test_shares_have_rows_by_the_speed_of_their_devices(obey: Callable) -> None:
     found = layouts(obey())
     for node in ("rollout", "reference", "update"):
@@ -102,12 +116,7 @@ def test_a_part_of_a_machine_that_trains_is_its_first_one(obey: Callable, tmp_pa
 
 
 def test_models_are_split_as_the_plan_says(obey: Callable) -> None:
-    def split(said: dict) -> None:
-        for node in ("reference", "update"):
-            said["tasks"][node] |= {"dp": 2, "tp": 2, "shares": [{"count": 1, "rows": 300, "stages": ["quick"]},
-                                                                 {"count": 1, "rows": 84, "stages": ["slow"]}]}
-
-    found = layouts(obey(change=split))
+    found = layouts(obey(change=lambda said: place(said, "reference update", (1, 300, "quick"), (1, 84, "slow"), tp=2)))
     assert found["update"] == found["reference"] == Layout(2, tp=2, rows=(25, 7))
     assert found["rollout"].tp == 1
 
@@ -129,17 +138,14 @@ def test_micro_batches_are_as_large_as_the_plan_says(spec_of: Callable, tmp_path
 
 def two_by_two(said: dict) -> None:
     """Ranks 0 and 1 train, 2 and 3 sample, with one model."""
-    said["groups"] = [{"tasks": ["reference", "update"], "devices": {"quick": 2}, "ranks": [0, 1]},
-                      {"tasks": ["rollout"], "devices": {"slow": 2}, "ranks": [2, 3]}]
-    for node in ("reference", "update"):
-        said["tasks"][node] |= {"dp": 2, "tp": 1, "shares": [{"count": 2, "rows": 192, "stages": ["quick"]}]}
-    said["tasks"]["rollout"] |= {"dp": 1, "tp": 2, "shares": [{"count": 1, "rows": 384, "stages": ["slow"]}]}
+    group(said, reference_update=[0, 1], rollout=[2, 3])
+    place(said, "reference update", (2, 192, "quick"))
+    place(said, "rollout", (1, 384, "slow"), tp=2)
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> str:
+def vllm(engines: None) -> str:
     """It need not be there to be planned for."""
-    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
     return "roles.actor.rollout=vllm"
 
 
@@ -151,32 +157,17 @@ def test_a_model_that_samples_apart_is_split_as_the_plan_says(obey: Callable, vl
     assert trainer.layout_of("actor", samples=True) == Layout(1, tp=2)
 
 
-def test_a_split_over_machines_that_ranks_do_not_have_is_refused(obey: Callable, vllm: str) -> None:
-    def elsewhere(said: dict) -> None:
-        two_by_two(said)
-        said["tasks"]["rollout"]["shares"][0]["stages"] = ["quick"]
-
-    with pytest.raises(InvalidInput, match="shares whose stages are not at ranks that follow each other"):
-        obey("mode=async", vllm, change=elsewhere)
-
-
 @pytest.mark.parametrize("node", ["reference", "update"])
 def test_a_device_that_the_plan_leaves_idle_in_a_task_has_no_rows_of_it(obey: Callable, node: str) -> None:
     """It holds its shard of the model, and takes part where all ranks gather a layer."""
-    def idle(said: dict) -> None:
-        said["tasks"][node] |= {"dp": 2, "shares": [{"count": 2, "rows": 192, "stages": ["quick"]}]}
-
-    assert layouts(obey(change=idle))[node].rows == (1, 1, 0, 0)
+    assert layouts(obey(change=lambda said: place(said, node, (2, 192, "quick"))))[node].rows == (1, 1, 0, 0)
 
 
 def three_groups(said: dict) -> None:
     """The reference on `quick`, a rank each that trains and that samples on `slow`."""
-    said["groups"] = [{"tasks": ["rollout"], "devices": {"slow": 1}, "ranks": [3]},
-                      {"tasks": ["reference"], "devices": {"quick": 2}, "ranks": [0, 1]},
-                      {"tasks": ["update"], "devices": {"slow": 1}, "ranks": [2]}]
-    for name, machine, count in (("rollout", "slow", 1), ("reference", "quick", 2), ("update", "slow", 1)):
-        said["tasks"][name] |= {"dp": count, "tp": 1, "shares": [{"count": count, "rows": 384 // count,
-                                                                  "stages": [machine]}]}
+    group(said, rollout=[3], reference=[0, 1], update=[2])
+    place(said, "rollout update", (1, 384, "slow"))
+    place(said, "reference", (2, 192, "quick"))
 
 
 def test_a_model_that_is_only_read_has_the_ranks_of_its_group(obey: Callable) -> None:
@@ -188,30 +179,12 @@ def test_a_model_that_is_only_read_has_the_ranks_of_its_group(obey: Callable) ->
 
 def unequal(said: dict) -> None:
     three_groups(said)
-    said["tasks"]["reference"]["shares"] = [{"count": 1, "rows": rows, "stages": ["quick"]} for rows in (300, 84)]
+    place(said, "reference", (1, 300, "quick"), (1, 84, "quick"))
 
 
 def test_ranks_that_only_infer_may_have_unequal_shares(obey: Callable) -> None:
     *_, reference = obey("mode=async", change=unequal).groups
     assert reference.plan.task("reference").layout == reference.plan.source == Layout(2, rows=(25, 7))
-
-
-def test_the_best_plan_that_runs_has_shares_by_speed(spec_of: Callable) -> None:
-    spec = spec_of("mode=async")
-    groups, apart = ((0,), (1,), (2,)), ((1, 0), (1, 1), (0, 1))
-    found = EngineLayouts(spec, CostedProblem(problem_of(spec))).placement(groups, apart)
-    assert max(found.layouts[1].rows) > 2 * min(found.layouts[1].rows)
-
-
-def test_the_best_plan_that_runs_may_have_such_a_group(obey: Callable, spec_of: Callable,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    assert roles_apart(spec_of("mode=async")) == ["reference"]
-    assert roles_apart(spec_of("mode=async", dag="dapo")) == []
-    assert roles_apart(spec_of("mode=sync", dag="ppo")) == ["critic", "reference"]
-    monkeypatch.setattr("planners.heterogeneous.runnable.run_groups",
-                        lambda *given: (each for each in run_groups(*given) if len(each[0]) == 3))
-    made = obey("mode=async")
-    assert [group.name for group in made.groups] == ["trainer", "rollout", "inference reference"]
 
 
 @pytest.mark.parametrize(("mode", "names"), [("sync", ["trainer", "trainer critic"]),
@@ -299,20 +272,6 @@ def test_what_a_search_finds_counts_if_ranks_can_run_it(spec_of: Callable) -> No
     assert runnable(spec, costed, [*unable, slower]) == enumerated
 
 
-def test_a_search_at_what_ranks_can_run_finds_better_plans(tmp_path: Path) -> None:
-    """Ranks that sample take frozen models from the room of their cache, which the search alone does not count: what it
-    takes for better hides what is."""
-    spec = Cell("three zones", "grpo", "async", "8B").spec(tmp_path, "megatron")
-    problem = problem_of(spec)
-    costed, limited = CostedProblem(problem), replace(problem, freedom=run_freedom(spec, problem))
-    ranks = ByRanks(spec, costed)
-    *_, found = search(limited, 0, 4000, required=ranks)
-    assert ranks.accepts(found.placement)
-    assert found.placement == ranks.forms(found.placement)[0], "in the seconds that ranks take"
-    afterwards = runnable(spec, costed, [each.placement for each in search(limited, 0, 4000) if each.placement])
-    assert found.placement.seconds < 0.98 * afterwards.seconds
-
-
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_search_among_the_groups_and_splits_that_runs_have_finds_what_ranks_can_run(
         spec_of: Callable, mode: str) -> None:
@@ -339,50 +298,11 @@ def limited_to_runs(spec: Spec) -> tuple[CostedProblem, CostedProblem]:
     return CostedProblem(problem), CostedProblem(replace(problem, freedom=run_freedom(spec, problem)))
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PlacedPlan, Any]]:
-    """All plans that the launcher is asked for, and its answers."""
-    found = []
-
-    def ask(spec: Spec, made: PlacedPlan) -> Any:
-        found.append((made, refusal(spec, made)))
-        return found[-1][1]
-
-    monkeypatch.setattr("planners.heterogeneous.runnable.refusal", ask)
-    return found
-
-
-def test_where_the_launcher_refuses_every_plan_a_search_ends_and_says_why(
-        spec_of: Callable, asked: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One reason is counted once, whichever numbers it has; where it ends early, others were not tried."""
-    monkeypatch.setattr("planners.heterogeneous.runnable._ALL_REFUSALS", 60)
+def test_runnable_says_why_the_launcher_refuses_every_plan(spec_of: Callable) -> None:
     spec = spec_of("mode=async", "roles.actor.replicas=5", dag="ppo")
-    costed, limited = limited_to_runs(spec)
-    for find in (lambda: list(search_runnable(spec, costed, limited)), lambda: runnable(spec, costed)):
-        asked.clear()
-        with pytest.raises(InvalidInput, match="because role `actor` wants 5 replicas, which do not") as error:
-            find()
-        same = sum("role `actor` wants 5 replicas, which do not divide" in why.what for _, why in asked)
-        ranks = {why.what for _, why in asked if "which do not divide" in why.what}
-        assert len(ranks) > 1, "numbers of ranks"
-        said = f"the launcher refuses the {len(asked)} plans that were tried, {same} of them because"
-        assert said in str(error.value)
-    assert limited.evaluations < 20_000, "of a budget of 40,000"
-
-
-def sizes_of(made: PlacedPlan) -> tuple:
-    return tuple((tuple(group.tasks), len(group.ranks)) for group in made.groups)
-
-
-def test_of_a_grouping_and_sizes_that_the_launcher_always_refuses_a_search_asks_for_only_some_plans(
-        asked: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are faster than what it accepts, all in one group, and each takes as long as planning a run."""
-    monkeypatch.setattr("planners.heterogeneous.runnable._REFUSALS", 3)
-    spec = load("solver_reviser", None, [*MODEL, "mode=async"], "h200_a100")
-    *_, found = search_runnable(spec, *limited_to_runs(spec), budget=1000)
-    assert len(found.placement.grouping) == 1
-    most = Counter(sizes_of(made) for made, why in asked if why)
-    assert max(most.values()) == 3
+    with pytest.raises(InvalidInput, match="of them because role `actor` wants 5 replicas, which do not divide"):
+        runnable(spec, CostedProblem(problem_of(spec)))
+    assert that_run(spec, 300) is None
 
 
 def many_kinds(tmp_path: Path) -> Spec:
@@ -397,15 +317,11 @@ def many_kinds(tmp_path: Path) -> Spec:
     return load("grpo_tools", None, [*MODEL, "mode=async", "roles.actor.replicas=7"], str(tmp_path / "many.yaml"))
 
 
-def test_what_the_launcher_refuses_for_its_sizes_does_not_hide_other_sizes(tmp_path: Path, asked: list) -> None:
+def test_sizes_that_the_launcher_refuses_do_not_hide_other_sizes(tmp_path: Path) -> None:
     spec = many_kinds(tmp_path)
     costed = CostedProblem(problem_of(spec))
-    found = runnable(spec, costed)
-    refused = Counter(tuple(tuple(group.tasks) for group in made.groups) for made, why in asked if why)
-    own = tuple(tuple(costed.problem.tasks[task].name for task in group) for group in found.grouping)
-    assert refused[own] > 20, "of the same grouping"
-    ranks = ByRanks(spec, costed)
-    layouts = EngineLayouts(spec, costed)
+    assert not refusal(spec, written(costed.problem, runnable(spec, costed)))
+    ranks, layouts = ByRanks(spec, costed), EngineLayouts(spec, costed)
     first = sorted(run_groups(costed.problem), key=lambda each: costed.ideal(*each))
     forms = (ranks.forms(placement) for each in first if (placement := layouts.placement(*each)))
     assert any(ranks.accepts(form) for each in forms for form in each), "a search asks for other sizes too"
@@ -416,20 +332,6 @@ def test_what_is_enumerated_ends_with_the_time_too(spec_of: Callable, monkeypatc
     monkeypatch.setattr(EngineLayouts, "placement", lambda *given: tried.append(given) or lay_out(*given))
     list(search_runnable(spec, *limited_to_runs(spec), stop=lambda: True))
     assert len(tried) == 1
-
-
-def test_a_side_of_which_the_launcher_refuses_every_plan_has_none(spec_of: Callable) -> None:
-    assert that_run(spec_of("mode=async", "roles.actor.replicas=5", dag="ppo"), 300) is None
-
-
-def test_a_search_for_plans_that_run_begins_with_the_best_that_is_known(spec_of: Callable) -> None:
-    spec = spec_of("mode=async", dag="ppo")
-    costed, limited = limited_to_runs(spec)
-    first, *_ = search_runnable(spec, costed, limited, budget=1)
-    assert first.placement.seconds <= runnable(spec, costed).seconds
-    *_, best = search_runnable(spec, costed, limited, budget=4000)
-    known, *_ = search_runnable(spec, costed, limited, budget=1, found=[best.placement])
-    assert known.placement == best.placement
 
 
 def test_a_plan_whose_tasks_of_an_engine_are_split_unlike_is_made_one_that_runs(tmp_path: Path) -> None:
@@ -497,9 +399,8 @@ def test_tasks_of_one_engine_have_it_where_any_of_them_has_rows(spec_of: Callabl
 
 
 def test_engines_that_want_all_ranks_cost_what_shares_without_rows_do(found_alone: Callable,
-                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+                                                                           engines: None) -> None:
     """Megatron sums gradients over all ranks of its group."""
-    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.16.1")
     costed, found, made = found_alone(*SOME, more=("roles.actor.engine=megatron",))
     assert made.subsets == ((2, 2),)
     assert [layout.rows for layout in made.layouts] == [layout.rows for layout in found.layouts]
@@ -521,18 +422,14 @@ def test_frozen_models_behind_rollouts_are_whole_and_on_the_first_device_of_each
                for task, (tp, kinds) in enumerate(((2, halves), (1, two), (1, slow)))]
     found = costed.placed(((0, 1), (2,)), ((2, 0), (0, 2)), layouts)
     made = as_ranks_run(spec, costed, found)
-    assert made.layouts[1]._replace(seconds=0.0, swap=0.0) == found.layouts[1]._replace(seconds=0.0, swap=0.0)
     tasks = tuple(replace(task, engine="megatron") for task in costed.problem.tasks)  # which divides no frozen weights
     whole = CostedProblem(replace(costed.problem, tasks=tasks)).costs.layout(1, Strategy(1, micro=4), halves, (384,))
     assert made.layouts[1].seconds == whole.seconds != found.layouts[1].seconds, "one of two devices computes all rows"
     assert made.layouts[1].swap == 0.0 < found.layouts[1].swap, "it stays where it is"
-    assert made.layouts[0].seconds >= found.layouts[0].seconds
-    assert made.layouts[2] == found.layouts[2]
     small = tuple(replace(each, memory=each.memory / 2000) for each in costed.problem.hardware.device_groups)
     tight = CostedProblem(replace(costed.problem, hardware=replace(costed.problem.hardware, device_groups=small)))
     assert tight.costs.layout(0, *found.layouts[0][:2]) is not None
     assert as_ranks_run(spec, tight, found) is None, "there is no room for both"
-    assert not refusal(spec, written(costed.problem, found))
 
 
 def test_a_machine_may_be_divided_where_groups_meet(obey: Callable, vllm: str, tmp_path: Path) -> None:
@@ -540,57 +437,42 @@ def test_a_machine_may_be_divided_where_groups_meet(obey: Callable, vllm: str, t
     machines, devices = {"quick": {"device": "new", "devices": 2, "count": 8}}, {"new": CLUSTER["devices"]["new"]}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"machines": machines, "devices": devices}))
 
-    def divided(said: dict) -> None:
-        said["groups"] = [{"tasks": ["rollout"], "devices": {"quick": 14}, "ranks": [*range(14)]},
-                          {"tasks": ["reference"], "devices": {"quick": 1}, "ranks": [14]},
-                          {"tasks": ["update"], "devices": {"quick": 1}, "ranks": [15]}]
-        for name, count in (("rollout", 14), ("reference", 1), ("update", 1)):
-            said["tasks"][name] |= {"dp": count, "tp": 1, "shares": [{"count": count, "rows": 384 // count,
-                                                                      "stages": ["quick"]}]}
+    def divided(said: dict, count: int = 14, tp: int = 1) -> None:
+        group(said, rollout=[*range(14)], reference=[14], update=[15])
+        for each, devices in zip(said["groups"], (14, 1, 1)):
+            each["devices"] = {"quick": devices}
+        place(said, "rollout", (count, 384 // count, "quick"), tp=tp)
+        place(said, "reference update", (1, 384, "quick"))
 
     made = obey("mode=async", change=divided)
     assert [group.ranks for group in made.groups] == [range(1), range(1, 15), range(15, 16)]
-
-    def split(said: dict) -> None:
-        divided(said)
-        said["tasks"]["rollout"] |= {"dp": 7, "tp": 2, "shares": [{"count": 7, "rows": 55, "stages": ["quick"]}]}
-
     with pytest.raises(InvalidInput, match="`rollout` has shares whose stages are not at ranks that follow each other"):
-        obey("mode=async", vllm, change=split)
+        obey("mode=async", vllm, change=partial(divided, count=7, tp=2))
 
 
 def test_a_plan_whose_tasks_all_take_turns_runs_in_mode_sync(obey: Callable) -> None:
     def together(said: dict) -> None:
-        said["groups"] = [{"tasks": [*said["tasks"]], "devices": {"quick": 2, "slow": 2}, "ranks": [0, 1, 2, 3]}]
-        for task in said["tasks"].values():
-            task |= {"dp": 4, "tp": 1, "shares": [{"count": 2, "rows": 96, "stages": [each]}
-                                                  for each in ("quick", "slow")]}
+        group(said, **{"_".join(said["tasks"]): [0, 1, 2, 3]})
+        place(said, " ".join(said["tasks"]), (2, 96, "quick"), (2, 96, "slow"))
 
     made = obey("mode=async", change=together)
     assert (made.mode, made.groups) == ("sync", ())
 
 
-def with_training(said: dict, first: Sequence[str] = ("rollout", "update"), second: str = "reference") -> None:
+def with_training(said: dict, **ranks: list[int]) -> None:
     three_groups(said)
-    for group, tasks in zip(said["groups"], ([*first], [second], [])):
-        group["tasks"] = tasks
-    del said["groups"][2]
-    said["groups"][0] |= {"devices": {"slow": 2}, "ranks": [2, 3]}
+    group(said, **ranks)
+    place(said, "rollout update", (2, 192, "slow"))
 
 
 def test_groups_that_no_ranks_make_are_refused(obey: Callable) -> None:
     with pytest.raises(InvalidInput, match="one trains, rollout samples, and each of the others has all tasks of one"):
-        obey("mode=semi_sync", change=partial(with_training, first=("rollout", "reference"), second="update"))
+        obey("mode=semi_sync", change=partial(with_training, rollout_reference=[2, 3], update=[0, 1]))
 
 
 def test_a_group_may_sample_and_train_beside_one_that_infers(obey: Callable) -> None:
     """In mode sync, whatever the plan was made for."""
-    def both(said: dict) -> None:
-        with_training(said)
-        for name in ("rollout", "update"):
-            said["tasks"][name] |= {"dp": 2, "shares": [{"count": 2, "rows": 192, "stages": ["slow"]}]}
-
-    made = obey("mode=async", change=both)
+    made = obey("mode=async", change=partial(with_training, rollout_update=[2, 3], reference=[0, 1]))
     assert made.mode == "sync"
     assert [(group.name, len(group.ranks)) for group in made.groups] == [("trainer", 2), ("inference reference", 2)]
 
@@ -606,8 +488,7 @@ def test_what_a_plan_says_is_a_run_file(spec_of: Callable, tmp_path: Path) -> No
 
 
 def apart(said: dict) -> None:
-    said["groups"] = [{"tasks": ["rollout"], "devices": {"quick": 2}, "ranks": [0, 1]},
-                      {"tasks": ["reference", "update"], "devices": {"slow": 2}, "ranks": [2, 3]}]
+    group(said, rollout=[0, 1], reference_update=[2, 3])
 
 
 def left_out(said: dict) -> None:
@@ -618,49 +499,41 @@ def without_a_task(said: dict) -> None:
     del said["tasks"]["reference"]
 
 
-def staged(layers: list[int], stages: list[str]) -> Callable[[dict], None]:
-    def change(said: dict) -> None:
-        said["tasks"]["update"] |= {"dp": 2, "pp": 2, "layers": layers,
-                                    "shares": [{"count": 2, "rows": 192, "stages": stages}]}
-
-    return change
+def staged(said: dict) -> None:
+    place(said, "update", (2, 192, "slow quick"), pp=2, layers=[2, 2])
 
 
 def by_stages(said: dict) -> None:
-    for node in ("reference", "update"):
-        said["tasks"][node] |= {"dp": 2, "pp": 2, "layers": [2, 2],
-                                "shares": [{"count": 1, "rows": 192, "stages": [machine] * 2}
-                                           for machine in ("quick", "slow")]}
+    place(said, "reference update", (1, 192, "quick quick"), (1, 192, "slow slow"), pp=2, layers=[2, 2])
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    (apart, "in this mode one samples and trains, and each of the others has all tasks of one trained "
-     "role, of frozen roles, or of both"),
-    (left_out, "the plan uses 1 of the 2 devices of a machine `slow`, and all of a machine take part"),
-    (without_a_task, "the plan's tasks are not the nodes that run models: rollout, reference, update"),
-    (staged([2, 2], ["slow", "quick"]), "shares whose stages are not at ranks that follow each other"),
-    (by_stages, "node `reference` wants pp 2 of `engine: fsdp`, which it cannot do"),
+def torn(said: dict) -> None:
+    two_by_two(said)
+    group(said, reference_update=[1, 2], rollout=[0, 3])
+
+
+@pytest.mark.parametrize(("change", "says", "mode"), [
+    (apart, "in this mode one samples and trains, and each of the others has all tasks of one", "sync"),
+    (left_out, "the plan uses 1 of the 2 devices of a machine `slow`, and all of a machine take part", "sync"),
+    (without_a_task, "the plan's tasks are not the nodes that run models: rollout, reference, update", "sync"),
+    (staged, "shares whose stages are not at ranks that follow each other", "sync"),
+    (torn, "those of a machine `quick` would be 0, 2, and ranks of a machine follow", "async"),
+    (by_stages, "node `reference` wants pp 2 of `engine: fsdp`, which it cannot do", "sync"),
 ])
-def test_what_ranks_cannot_do_is_refused(obey: Callable, change: Callable, says: str) -> None:
+def test_what_ranks_cannot_do_is_refused(obey: Callable, change: Callable, says: str, mode: str, vllm: str) -> None:
     with pytest.raises(InvalidInput) as error:
-        obey(change=change)
+        obey(f"mode={mode}", *[vllm] * (change is torn), change=change)
     assert [mistake for mistake in error.value.mistakes if says in mistake.what], str(error.value)
 
 
-@pytest.mark.parametrize(("stages", "order", "layers"), [
-    ([["quick", "slow"]], STAGES_OUTERMOST, (3, 1)), ([["quick"] * 2, ["slow"] * 2], SHARES_OUTERMOST, (2, 2))])
+@pytest.mark.parametrize(("shares", "order", "layers"), [
+    ([(2, 192, "quick slow")], STAGES_OUTERMOST, (3, 1)),
+    ([(1, 300, "quick quick"), (1, 84, "slow slow")], SHARES_OUTERMOST, (2, 2))])
 def test_a_pipeline_may_have_a_stage_or_a_share_on_each_machine(
-        obey: Callable, monkeypatch: pytest.MonkeyPatch, stages: list[list[str]], order: str,
+        obey: Callable, engines: None, shares: list[tuple], order: str,
         layers: tuple[int, ...]) -> None:
-    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.16.1")
-
-    def piped(said: dict) -> None:
-        rows = (300, 84)[:len(stages)] if len(stages) > 1 else (192,)
-        for node in ("reference", "update"):
-            said["tasks"][node] |= {"dp": 2, "tp": 1, "pp": 2, "layers": [*layers], "shares": [
-                {"count": 2 // len(stages), "rows": count, "stages": each} for count, each in zip(rows, stages)]}
-
-    found = layouts(obey("roles.actor.engine=megatron", "roles.reference={engine: megatron}", change=piped))
+    found = layouts(obey("roles.actor.engine=megatron", "roles.reference={engine: megatron}", change=lambda said: place(
+        said, "reference update", *shares, pp=2, layers=[*layers])))
     assert (found["update"].pp, found["update"].order) == (2, order)
     assert found["update"].layers == found["reference"].layers == (() if layers == (2, 2) else layers)
     assert found["advantage"].rows == found["rollout"].rows
@@ -677,8 +550,8 @@ def test_machines_that_train_come_first_wherever_the_cluster_file_has_them(obey:
     """Ranks 0 and 1 are those of `slow`, the second machine."""
     def on_the_slow(said: dict) -> None:
         apart(said)
-        for node, machine in (("reference", "slow"), ("update", "slow"), ("rollout", "quick")):
-            said["tasks"][node] |= {"dp": 2, "tp": 1, "shares": [{"count": 2, "rows": 192, "stages": [machine]}]}
+        place(said, "reference update", (2, 192, "slow"))
+        place(said, "rollout", (2, 192, "quick"))
 
     trainer, rollout = obey("mode=async", change=on_the_slow).groups
     assert (trainer.ranks, rollout.ranks) == (range(2), range(2, 4))
@@ -697,30 +570,15 @@ def test_the_order_of_machines_names_one_that_stands_between_others(spec_of: Cal
     assert order_of(spec_of("mode=async"), between) == "2 quick, 1 slow, 6 quick"
 
 
-def test_ranks_of_a_machine_follow_each_other(obey: Callable) -> None:
-    def torn(said: dict) -> None:
-        two_by_two(said)
-        said["groups"][0] |= {"devices": {"quick": 1, "slow": 1}, "ranks": [1, 2]}
-        said["groups"][1] |= {"devices": {"quick": 1, "slow": 1}, "ranks": [0, 3]}
-
-    with pytest.raises(InvalidInput, match="those of a machine `quick` would be 0, 2, and ranks of a machine follow"):
-        obey("mode=async", change=torn)
-
-
 def test_nodes_of_one_engine_split_it_alike(obey: Callable) -> None:
-    def unlike(said: dict) -> None:
-        said["tasks"]["critic"] |= {"dp": 2, "tp": 2, "shares": [
-            {"count": 1, "rows": 192, "stages": [machine]} for machine in ("quick", "slow")]}
-
     with pytest.raises(InvalidInput, match="the same engine of role `critic`, but split its model differently"):
-        obey(dag="ppo", change=unlike)
+        obey(dag="ppo", change=lambda said: place(said, "critic", (1, 192, "quick"), (1, 192, "slow"), tp=2))
 
 
 def test_machines_that_a_plan_leaves_out_have_no_ranks(obey: Callable) -> None:
     def without_the_quick(said: dict) -> None:
-        said["groups"][0] |= {"devices": {"slow": 2}, "ranks": [2, 3]}
-        for task in said["tasks"].values():
-            task |= {"dp": 2, "shares": [{"count": 2, "rows": 192, "stages": ["slow"]}]}
+        group(said, **{"_".join(said["tasks"]): [2, 3]})
+        place(said, " ".join(said["tasks"]), (2, 192, "slow"))
 
     found = obey(change=without_the_quick)
     assert found.ranks == 2
@@ -753,25 +611,16 @@ def test_a_hand_written_run_may_say_rows_too() -> None:
         plan(load("grpo", None, ["layouts.update.rows=[0, 0]"]), 2)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("dag", ["grpo", "ppo"])
-@pytest.mark.parametrize("name", ["h200", "h200_a100", "a100_l40s_l4", "multi_zone"])
-def test_shipped_clusters_have_a_plan_that_runs(tmp_path: Path, dag: str, mode: str, name: str) -> None:
-    spec = load(dag, None, [f"mode={mode}", "data.batch=512"], name)
-    costed = CostedProblem(problem_of(spec))
-    found = runnable(spec, costed)
-    ranks = sum(map(sum, found.subsets))
-    own = planned_run(spec, written(costed.problem, found))
-    assert plan(own, ranks).ranks == ranks
-
-
-@pytest.mark.parametrize("dag", sorted(path.stem for path in Path("dags").glob("*.yaml")))
-def test_every_shipped_dag_has_a_plan_that_runs(tmp_path: Path, dag: str) -> None:
+@pytest.mark.parametrize(("dag", "mode", "cluster"), [
+    *((dag, mode, name) for dag, mode in (("grpo", "async"), ("ppo", "sync")) for name in (
+        "h200", "h200_a100", "a100_l40s_l4", "multi_zone")),
+    *((path.stem, "sync", "") for path in sorted(Path("dags").glob("*.yaml")))])
+def test_shipped_dags_and_clusters_have_a_plan_that_runs(tmp_path: Path, dag: str, mode: str, cluster: str) -> None:
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
     own_run = Path(f"dags/runs/embedded_{dag}.yaml")
-    spec = load(dag, str(own_run) if own_run.exists() else None, [], str(tmp_path / "cluster.yaml"))
+    spec = load(dag, str(own_run) if own_run.exists() else None, [f"mode={mode}"],
+                cluster or str(tmp_path / "cluster.yaml"))
     costed = CostedProblem(problem_of(spec))
     found = runnable(spec, costed)
     ranks = sum(map(sum, found.subsets))
-    own = planned_run(spec, written(costed.problem, found))
-    assert plan(own, ranks).ranks == ranks
+    assert plan(planned_run(spec, written(costed.problem, found)), ranks).ranks == ranks

@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import combinations, permutations
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +16,10 @@ from benchmarks.qwen3 import folder
 from distflow.config.extras import pip_line
 from distflow.config.load import load
 from distflow.errors import InvalidInput
-from planners.heterogeneous.efficiency import BETWEEN, OF_KINDS
 from planners.heterogeneous.exact import Options, Proof, prove
 from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.placed_plan import ranks_of
-from planners.heterogeneous.problem import ASYNC, SYNC, Edge, Freedom, Placement, Problem, Replicas
+from planners.heterogeneous.problem import ASYNC, SYNC, Freedom, Placement, Problem
 from planners.heterogeneous.search import Progress, allowed, groupings, sampled_groupings, search
 from planners.heterogeneous.workload import problem_of
 
@@ -69,36 +67,6 @@ def test_a_poor_answer_is_replaced() -> None:
 
 
 CASES = Path(__file__).parent / "cases"
-
-
-def test_transfers_go_between_the_devices_that_are_used(tmp_path: Path) -> None:
-    """16.4 GB of weights take 1,456 s and more at 0.9 of 12.5 MB/s, wherever a group could work."""
-    spec = load("grpo", None, [f"roles.actor.model={folder('8B', tmp_path)}", "data.batch=512",
-                               "data.max_prompt_tokens=512", "roles.actor.generation.max_new_tokens=4096"],
-                str(CASES / "two_shores.yaml"))
-    problem = problem_of(spec)
-    found = searched(problem, budget=4000).placement
-    assert found.seconds == pytest.approx(_from_layouts(problem, found))
-    rollout, reference, update = found.layouts
-    west, east = (Replicas((group,), 1) for group in (1, 0))
-    together = CostedProblem(problem).placed(((0, 1, 2),), ((8, 8),), (
-        rollout._replace(arrangement=(west,)), reference, update._replace(arrangement=(east,))))
-    assert together.seconds > _from_layouts(problem, together, weights=False) + 1450
-
-
-def _from_layouts(problem: Problem, placement: Placement, weights: bool = True) -> float:
-    """The objective of one group in mode sync, with one link of 12.5 MB/s and 60 ms between two machines."""
-    def sent(edge: Edge) -> float:
-        one, other = ({group for kind in placement.layouts[task].arrangement for group in kind.stages}
-                      for task in (edge.source, edge.target))
-        inside = 300e9 * OF_KINDS["a100"].links
-        return 0.06 + edge.nbytes / (12.5e6 * BETWEEN) if one != other else 3e-6 + edge.nbytes / inside
-
-    ends: list[float] = []
-    for task, layout in enumerate(placement.layouts):
-        ready = [ends[edge.source] + sent(edge) for edge in problem.edges if edge.target == task]
-        ends.append(max([*ends[-1:], *ready, 0.0]) + layout.seconds + layout.swap)
-    return max([*ends, *(ends[edge.source] + sent(edge) for edge in problem.syncs if weights)])
 
 
 def test_the_bound_is_below_what_exists(tmp_path: Path) -> None:
@@ -192,16 +160,6 @@ def test_a_thousand_devices_take_no_more_layouts_than_sixty_four(mixed_spec: Cal
     assert len(set(devices)) == len(devices) <= 1024
 
 
-def test_pools_do_not_overlap_and_works_are_all_placed(mixed_spec: Callable) -> None:
-    problem = problem_of(mixed_spec("ppo", "multi_zone", "mode=async"))
-    found = searched(problem, budget=3000).placement
-    assert sorted(task for group in found.grouping for task in group) == list(range(len(problem.tasks)))
-    for device_group, devices in enumerate(problem.hardware.device_groups):
-        assert sum(subset[device_group] for subset in found.subsets) <= devices.devices
-    for one, other in combinations(map(set, ranks_of(problem, found.subsets)), 2):
-        assert not one & other
-
-
 def test_what_trains_one_role_stays_together() -> None:
     problem = random_problem(11)
     twice = replace(problem, tasks=(*problem.tasks, problem.tasks[2]))
@@ -246,16 +204,3 @@ def test_without_scipy_the_program_says_what_to_install(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(InvalidInput, match=re.escape(pip_line("exact"))):
         proven(problem, None)
-
-
-def test_a_search_tries_other_tasks_on_the_devices_of_what_it_begins_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing faster is found before: what it begins with is the best of an earlier search."""
-    model = "roles.actor.model={architecture: qwen3, layers: 4, hidden: 512, heads: 8, kv_heads: 4}"
-    problem = problem_of(load("grpo", None, [model, "mode=async", "data.batch=48"], "a100_l40s_l4"))
-    begin = searched(problem, budget=3000).placement
-    assert begin.grouping == ((0,), (1,), (2,))
-    costed, tried = CostedProblem(problem), []
-    place = costed.placement
-    monkeypatch.setattr(costed, "placement", lambda *given: tried.append(given) or place(*given))
-    assert searched(problem, budget=3000, costed=costed, begin=begin).placement == begin
-    assert {(begin.grouping, subsets) for subsets in permutations(begin.subsets)} <= {*tried}

@@ -6,19 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.qwen3 import folder
 from distflow.config.cluster import Cluster, Device, DeviceEfficiency, Link, Links, MachineGroup, Path
 from distflow.config.load import load
 from distflow.config.sizes import Shape
 from distflow.errors import InvalidInput
 from planners.heterogeneous.efficiency import BETWEEN, OF_KINDS
-from planners.heterogeneous.explain import impossible
 from planners.heterogeneous.hardware import hardware_of
-from planners.heterogeneous.layouts import CostedProblem, strategies
-from planners.heterogeneous.problem import ASYNC, GENERATE, INFER, TRAIN, Edge, Problem
+from planners.heterogeneous.layouts import strategies
+from planners.heterogeneous.problem import GENERATE, INFER, TRAIN, Edge, Problem
 from planners.heterogeneous.workload import problem_of, states_of
-
-CLUSTERS = ("h200", "h200_a100", "a100_l40s_l4", "single_zone", "multi_zone", "multi_region")
 
 
 def by_name(problem: Problem, edges: tuple[Edge, ...]) -> set[tuple[str, str]]:
@@ -102,40 +98,9 @@ def test_faults_of_a_run_are_no_matter_of_its_works(mixed_spec: Callable) -> Non
     assert problem_of(mixed_spec("grpo", "h200_a100", "mode=async", fault)).tasks == problem_of(mixed_spec()).tasks
 
 
-@pytest.mark.parametrize("dag", ["dpo", "sft", "remax", "dapo", "online_dpo", "distill", "solver_reviser"])
-def test_any_dag_becomes_a_problem(dag: str) -> None:
-    problem = problem_of(load(dag, cluster="single_zone"))
-    assert any(task.kind == TRAIN for task in problem.tasks)
-    assert all(edge.source < edge.target for edge in problem.edges)
-
-
-@pytest.mark.parametrize("cluster", CLUSTERS)
-def test_shipped_clusters_are_read(mixed_spec: Callable, cluster: str) -> None:
-    problem = problem_of(mixed_spec("grpo", cluster))
-    assert sum(problem.hardware.all) == 64
-    assert all(link.bandwidth > 0 for row in problem.hardware.between for link in row)
-
-
-def test_modes_with_groups_are_planned_as_async(mixed_spec: Callable) -> None:
-    assert problem_of(mixed_spec("grpo", "h200", "mode=async")).mode == ASYNC
-    assert problem_of(mixed_spec("grpo", "h200", "mode=semi_sync")).mode == ASYNC
-
-
 def test_a_cluster_without_machines_is_refused() -> None:
     with pytest.raises(InvalidInput, match="mixed hardware is planned for a cluster with `machines`"):
         problem_of(load("grpo"))
-
-
-def test_what_fits_nowhere_names_its_tenant_and_what_is_missing(mixed_spec: Callable) -> None:
-    spec = mixed_spec("grpo", "a100_l40s_l4", size="32B")
-    few = {"small": spec.cluster.machines["small"].model_copy(update={"count": 1})}
-    spec.cluster = spec.cluster.model_copy(update={"machines": few})
-    found = [str(mistake) for mistake in impossible(CostedProblem(problem_of(spec)))]
-    assert len(found) == 1
-    assert found[0].startswith("`actor` (update) fits no device: cut as far as can be")
-    assert "weights, gradients and optimizer" in found[0]
-    assert "of a l4 19.80 GiB may be filled" in found[0]
-    assert "GiB too little" in found[0]
 
 
 def cluster(name: str = "fast", efficiency: DeviceEfficiency | None = None, **machines: MachineGroup) -> Cluster:
@@ -199,12 +164,6 @@ def test_rates_are_those_that_a_kind_of_device_reaches_or_the_file_says() -> Non
     assert (said.peak, said.bandwidth, said.inside.bandwidth) == pytest.approx((known.peak, 1e12, 5e10))
     other = hardware_of(cluster(one=MachineGroup(device="fast", zone="a"))).device_groups[0]
     assert (other.peak, other.launch, other.overlaps) == (5e13, 0.0, False), "of an unknown device"
-
-
-def test_sizes_of_the_models_are_those_of_their_names(tmp_path) -> None:
-    for size, parameters in (("4B", 4.0e9), ("8B", 8.2e9), ("14B", 14.8e9), ("32B", 32.8e9)):
-        spec = load("grpo", None, [f"roles.actor.model={folder(size, tmp_path)}"], "h200")
-        assert problem_of(spec).tasks[0].parameters == pytest.approx(parameters, rel=0.02)
 
 
 @pytest.mark.parametrize("setting", ["roles.actor.replicas=2", "groups.trainers={critic: 8}",
