@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 _IDS, _LENGTHS = "ids", "_lengths"
-"""Torch's types by the names that Arrow gives to its own."""
 Allocate = Callable[..., Tensor]
 """As `torch.empty`: `allocate(size, dtype=torch.uint8)` returns [size] uint8."""
 
