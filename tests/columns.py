@@ -46,12 +46,14 @@ def bits(column: torch.Tensor | Ragged) -> tuple:
     return values.dtype, values.shape, raw, [level.tolist() for level in lengths]
 
 
+def random_rows(*lengths: int, seed: int = 0) -> Ragged:
+    """Rows of tokens that are none of the special ones, one of each length."""
+    generator = torch.Generator().manual_seed(seed)
+    return Ragged.from_rows([torch.randint(5, 260, (length,), generator=generator) for length in lengths])
+
+
 def uneven_rows() -> Batch:
     """Prompts and responses of seven rows of three prompts; ranks get unequally many rows and micro-batches of them."""
-    generator = torch.Generator().manual_seed(0)
-
-    def ragged(lengths: list[int]) -> Ragged:
-        return Ragged.from_rows([torch.randint(5, 260, (length,), generator=generator) for length in lengths])
-
-    prompts = ragged([6, 3, 8]).select(torch.tensor([0, 0, 0, 1, 1, 2, 2]))
-    return Batch(torch.arange(7), {"prompts": prompts, "responses": ragged([4, 0, 2, 5, 3, 1, 7])})
+    tokens = random_rows(6, 3, 8, 4, 0, 2, 5, 3, 1, 7)
+    prompts = tokens.slice(0, 3).select(torch.tensor([0, 0, 0, 1, 1, 2, 2]))
+    return Batch(torch.arange(7), {"prompts": prompts, "responses": tokens.slice(3, 10)})

@@ -5,19 +5,25 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from columns import uneven_rows
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from distflow.config.run import RoleRun
+from distflow.config.run import Data, Model, RoleRun
 from distflow.data.batch import Batch
+from distflow.plan import Layout
 from distflow.weights.reshard import gather_tensors
 from workers.engines import fsdp
 from workers.engines.embedded import build_model
+from workers.engines.role_engines import Meshes, RoleEngines
 from workers.engines.value import with_value_head
 
 STEPS = 3
@@ -122,7 +128,7 @@ def plain_training(model: dict[str, Any] | None = None) -> Trained:
                                    {"params": vectors, "weight_decay": 0.0}],
                                   lr=SETTINGS["learning_rate"], betas=(0.9, 0.95))
     for _ in range(STEPS):
-        logprobs = _logprobs(whole, batch)
+        logprobs = plain_logprobs(whole, batch)
         found.logprobs = found.logprobs or logprobs.tolist()
         (-logprobs.sum() / 22).backward()
         found.norms.append(float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)))
@@ -140,12 +146,17 @@ def joined(results: list[Trained], stride: int) -> Trained:
     return replace(results[0], logprobs=logprobs)
 
 
-def _logprobs(model, batch: Batch) -> torch.Tensor:
-    found = []
-    for prompt, response in zip(batch["prompts"].rows, batch["responses"].rows):
-        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
-        found.append(torch.log_softmax(logits, -1).gather(1, response[:, None]).squeeze(1))
-    return torch.cat(found)
+def row_logprobs(model, prompt: Tensor, response: Tensor, temperature: float = 1.0, **more: Any) -> Tensor:
+    """Log-probabilities of one response, by one forward pass of the whole row, without a cache."""
+    tokens = torch.cat([prompt, response])[None]
+    logits = model(input_ids=tokens, use_cache=False, **more).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return logits.log_softmax(-1).gather(1, response[:, None]).squeeze(1)
+
+
+def plain_logprobs(model, batch: Batch, temperature: float = 1.0) -> Tensor:
+    """The same of all rows of a batch."""
+    rows = zip(batch["prompts"].rows, batch["responses"].rows)
+    return torch.cat([row_logprobs(model, *row, temperature) for row in rows])
 
 
 def valued(layout) -> list[float]:
@@ -163,3 +174,38 @@ def valued(layout) -> list[float]:
     norms = [engine.update(mine, squared, 1.0, step)["grad_norm"] for step in range(STEPS)]
     return [*norms, *engine.values(mine["prompts"], mine["responses"]).values.tolist(),
             *engine.scores(mine["prompts"], mine["responses"]).tolist()]
+
+
+def role_spec(settings: RoleRun, source: Path | None = None, head: str = "lm") -> SimpleNamespace:
+    """What engines read of a run with one trained role; `source`: the folder of its model."""
+    dag = SimpleNamespace(roles={"actor": SimpleNamespace(trained=True, follow=None, head=head)})
+    run = SimpleNamespace(seed=0, steps=10, data=Data(train="", max_prompt_tokens=32, max_target_tokens=16))
+    return SimpleNamespace(dag=dag, run=run, folder=source, shape_of=lambda _: None, settings_of=lambda _: settings,
+                           model_of=lambda _: Model(path=str(source)) if source else None)
+
+
+def role_of(model, tokenizer, settings: RoleRun, source: Path | None = None, head: str = "lm",
+            samples: bool = True) -> RoleEngines:
+    """The engines of a role on all ranks."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    return RoleEngines("actor", model, tokenizer, settings, Meshes(mesh, mesh if samples else None, Layout(ranks)),
+                       role_spec(settings, source, head), 0 if samples else None)
+
+
+class Learner:
+    """A role without its surroundings: the engine alone, and a sum over ranks. It samples at `temperature`."""
+
+    def __init__(self, head: str = "lm", temperature: float = 1.0, **settings: Any):
+        model = build_model(270, 0, layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32)
+        model = with_value_head(model) if head == "value" else model
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.engine = fsdp.FSDPEngine(model, RoleRun(learning_rate=1e-2, **settings), mesh, 0, 10, True, head=head)
+        self.temperature, self.values, self.score = temperature, self.engine.values, self.engine.scores
+
+    def total(self, numbers: Tensor) -> Tensor:
+        dist.all_reduce(numbers)
+        return numbers
+
+    def update(self, batch: Batch, loss: Any, temperature: float | None = None, **options: Any) -> dict[str, float]:
+        return self.engine.update(batch, loss, self.temperature if temperature is None else temperature, 0, **options)

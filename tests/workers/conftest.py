@@ -1,10 +1,13 @@
-"""A tiny model, and a mesh of this process alone."""
+"""A tiny model, a mesh of this process alone, and the events that a test records."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
+from distflow.telemetry import events
 from workers.engines.embedded import build_model
 
 
@@ -17,3 +20,12 @@ def model():
 def mesh(alone):
     """A mesh of one rank."""
     return init_device_mesh("cpu", (1,))
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    """`recorded(kind)`: the events that this test has recorded, by rank 3 in step 7."""
+    monkeypatch.setattr(events, "_current", events.Events())
+    events.current().open(path := tmp_path / "events.jsonl", 3)
+    events.current().step = 7
+    return lambda kind: [event for event in map(json.loads, path.read_text().splitlines()) if event["event"] == kind]

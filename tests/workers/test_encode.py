@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from reported import reported
 from tokenizers_of_kinds import KINDS
 
 from distflow.config.load import load
 from distflow.config.run import Data
 from distflow.data.dataset import open_images
 from distflow.errors import InvalidInput
-from distflow.telemetry.metrics import Metrics, current, recording
+from distflow.telemetry.metrics import Metrics, recording
 from planners import plan as make_plan
 from workers.encode import ImageEncoder, encode_prompts, encoder
 from workers.engines.embedded import EMBEDDED_IMAGE_PROCESSOR, IMAGE, IMAGE_ID, build_tokenizer
@@ -125,7 +126,7 @@ def test_all_answers_of_a_conversation_are_imitated():
 def test_a_text_that_is_none_is_mended_and_counted():
     with recording(Metrics()):
         tokenizer, columns = encoded({"question": "one \ud83d?", "answer": "two \ude00"})
-        counted = current().collect(lambda mine: [mine])
+        counted = reported()
     assert tokenizer.decode(columns["prompts"]) == "<|user|>one \ufffd?<|assistant|>"
     assert tokenizer.decode(columns["targets"]) == "two \ufffd<eos>"
     assert counted["data/texts_mended"] == 1

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import replace
 from types import SimpleNamespace
 
-import msgpack
 import pytest
 import torch
 
-from distflow.config.load import load
 from distflow.data.batch import Batch
-from distflow.data.crossing import POLICIES, REPORT, ArrivedRows, report_column, report_of
-from distflow.dock import TimedOut
+from distflow.data.crossing import POLICIES, report_column, report_of
 from distflow.dock.consumers import consumers_of
 from distflow.dock.shard import StorageShardServer
-from distflow.plan import ROLLOUT, TRAINER, Layout
+from distflow.plan import ROLLOUT, TRAINER
 from distflow.telemetry.metrics import Metrics
-from planners import plan
 from workers.colocated import ColocatedSource
 from workers.inference import InferenceContext
 from workers.rollout_channel import RolloutChannel
@@ -52,17 +47,6 @@ def sampled(dock):
     return lease.ids.tolist()
 
 
-def test_the_trainer_waits_for_what_its_rows_lack_and_is_told_who_writes_it(channel):
-    with channel.dock("any") as dock:
-        assert [sampled(dock), sampled(dock)] == [[0, 1], [2, 3]]
-        with pytest.raises(TimedOut, match=f"`{READS}` writes `reference/logprobs`: rows .* are ready"):
-            dock.lease(TRAINER, COUNT, step=0)
-        put(dock, dock.lease(READS, COUNT), "reference/logprobs", READS)
-        rows = dock.fetch(dock.lease(TRAINER, COUNT, step=0))
-        assert set(rows.columns) == {"rollout/responses", REPORT, POLICIES, "reference/logprobs",
-                                     report_of(READS)}
-
-
 def test_trainer_ranks_stop_sampling_once_enough_is_sampled_whoever_reads_it_still(channel):
     colocated = ColocatedSource({}, None, None, enough=COUNT, limit=1000.0)
     colocated.draws = colocated.ready = colocated.changed = 0
@@ -77,42 +61,6 @@ def test_trainer_ranks_stop_sampling_once_enough_is_sampled_whoever_reads_it_sti
         assert not colocated._have_enough(dock), "the trainer has it already"
         dock.commit(lease)
         assert not colocated._have_enough(dock)
-
-
-def test_only_rollouts_wait_for_room_so_that_what_is_sampled_can_leave(channel):
-    with channel.dock("any") as dock:
-        for _ in range(PROMPTS):
-            sampled(dock)
-        assert dock.try_lease(ROLLOUT, ROWS) is None, "of step 1, for which nobody waits"
-        dock.require(ROLLOUT, 1)
-        assert sampled(dock) == [4, 5]
-        assert dock.lease(READS, 2 * COUNT, least=ROWS).ids.tolist() == [0, 1, 2, 3, 4, 5], "and none is required here"
-
-
-def test_rows_of_a_replica_that_dies_go_to_another(channel):
-    with channel.dock("any") as dock:
-        sampled(dock)
-        with channel.dock("inference reference 3") as dying:
-            assert len(dying.lease(READS, ROWS)) == ROWS
-            assert dock.try_lease(READS, ROWS) is None
-        again = dock.lease(READS, ROWS, wait=10.0)
-        assert again.ids.tolist() == [0, 1]
-
-
-def test_rows_stay_until_the_trainer_cannot_take_them_back(channel):
-    with channel.dock("trainer 0") as dock:
-        for _ in range(PROMPTS):
-            sampled(dock)
-        put(dock, dock.lease(READS, COUNT), "reference/logprobs", READS)
-        dock.commit(dock.lease(TRAINER, COUNT, step=0))
-    with closing(channel.dock("trainer 0", attempt=1)) as dock:
-        assert dock.rollback(TRAINER, 0) == COUNT
-        assert dock.try_lease(READS, ROWS) is None, "its results are there"
-        lease = dock.lease(TRAINER, COUNT, step=0)
-        assert dock.fetch(lease)["reference/logprobs"].tolist() == [1.0] * COUNT
-        dock.commit(lease)
-        dock.release_before(TRAINER, 1)
-        assert dock.status()[0]["rows"] == COUNT, "those of the step that nobody has sampled"
 
 
 @pytest.mark.parametrize("sampled_again", [False, True])
@@ -147,22 +95,6 @@ def test_columns_of_tokens_that_a_shard_has_lost_never_meet_other_tokens(sampled
                     assert dock.fetch(dock.lease(TRAINER, ROWS, step=0))["reference/logprobs"].tolist() == [1.0] * ROWS
 
 
-def test_ranks_that_fetched_before_and_after_a_restart_put_nothing(monkeypatch):
-    context = InferenceContext.__new__(InferenceContext)
-    context.dock = SimpleNamespace(epochs={0: 7, 1: 5})
-    monkeypatch.setattr("workers.inference.gather", lambda payload: [payload, msgpack.packb([[0, 7], [1, 6], [2, 9]])])
-    assert context._agreed_epochs() == {0: 7, 1: 0, 2: 9}
-
-
-def test_metrics_are_named_after_the_role_whose_ranks_these_are(channel):
-    """The chain may begin with a node of another role beside it."""
-    group = plan(load("grpo.yaml", None, ["mode=async", "groups.inference={reference: 1}"], None), 3).groups[2]
-    executor = SimpleNamespace(rank=0, status=None)
-    context = InferenceContext(replace(group, name="inference teacher"), None, channel, executor, "any", 1.0)
-    context.close()
-    assert (context.chain[0].role, context.role) == ("reference", "teacher")
-
-
 def replica(channel) -> InferenceContext:
     """Return what `infer` needs on the one rank of a replica, without a model."""
     context = InferenceContext.__new__(InferenceContext)
@@ -172,13 +104,3 @@ def replica(channel) -> InferenceContext:
     context.chain = [SimpleNamespace(layout=SimpleNamespace(dp=1, leads=lambda rank: True))]
     context.arrived = SimpleNamespace(buffer=None, fill=lambda dock, ids, _: dock.fetch(ids, ["rollout/responses"]))
     return context
-
-
-def test_ranks_that_shard_a_model_have_their_parts_of_a_lease():
-    ids = torch.arange(16)
-    mine = [ArrivedRows._assigned(SimpleNamespace(source=Layout(2, rows=(3, 1)), rank=rank, rows=2), ids,
-                                     torch.ones(16).long())[0]
-            for rank in range(2)]
-    assert [len(each) for each in mine] == [12, 4]
-    assert torch.cat(mine).sort().values.equal(ids)
-    assert all((each[::2] + 1).equal(each[1::2]) for each in mine), "a prompt's rows stay together"

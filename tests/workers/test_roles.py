@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from training import role_of
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -15,10 +16,9 @@ from transformers import (
 )
 
 from distflow.config.run import Data, Lora, Model, RoleRun
-from distflow.errors import EngineError, InvalidInput
-from distflow.plan import Layout
+from distflow.errors import InvalidInput
 from workers.engines.embedded import build_tokenizer
-from workers.engines.role_engines import Meshes, RoleEngines, load_model
+from workers.engines.role_engines import RoleEngines, load_model
 from workers.engines.value import ValueModel
 
 
@@ -40,14 +40,8 @@ def load(folder, head="lm"):
     return load_model(SimpleNamespace(folder=folder, run=run), Model(path=str(folder)), head)
 
 
-def role_of(source, lora) -> RoleEngines:
-    dag = SimpleNamespace(roles={"actor": SimpleNamespace(trained=True, follow=None, head="lm")})
-    run = SimpleNamespace(seed=0, steps=10, data=Data(train="", max_target_tokens=9))
-    spec = SimpleNamespace(dag=dag, run=run, folder=source, model_of=lambda name: Model(path=str(source)),
-                           shape_of=lambda name: None)
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    return RoleEngines("actor", *load(source), RoleRun(lora=lora, learning_rate=1e-3), Meshes(mesh, None, Layout(1)),
-                       spec, stream=None)
+def role_from(source, lora=None) -> RoleEngines:
+    return role_of(*load(source), RoleRun(lora=lora, learning_rate=1e-3), source, samples=False)
 
 
 @pytest.mark.parametrize("end", [2, [2, 4]])
@@ -88,15 +82,6 @@ def test_a_folder_with_a_head_gives_it_and_one_without_gives_zeros(tmp_path, mod
     assert torch.allclose(torch.cat([values, scores]), loaded.score(states).squeeze(-1), atol=1e-5)
 
 
-@pytest.mark.parametrize(("head", "method"), [("lm", "values"), ("lm", "score"), ("value", "logprobs")])
-def test_a_role_has_only_what_its_head_gives(head, method):
-    """Validation finds it for functions that declare what they need; this is for those that declare it wrongly."""
-    role = RoleEngines.__new__(RoleEngines)
-    role.name, role.head = "judge", head
-    with pytest.raises(EngineError, match=f"`{method}` needs a role with  head: .* role `judge` has  head: {head}"):
-        getattr(role, method)(None, None)
-
-
 def test_no_end_is_proposed_where_none_is_named(folder):
     (folder / "generation_config.json").unlink()
     config = json.loads((folder / "config.json").read_text())
@@ -113,7 +98,7 @@ def test_save_pretrained_copies_tokenizer_files_that_transformers_does_not_write
     (source / "chat_template.jinja").unlink()
     config |= {"chat_template": "{{ messages[0]['content'] }} \ud83d"}  # half an emoji
     (source / "tokenizer_config.json").write_text(json.dumps(config))
-    role_of(source, None).save_pretrained(saved)
+    role_from(source).save_pretrained(saved)
     assert (saved / "tokenizer_config.json").read_bytes() == (source / "tokenizer_config.json").read_bytes()
     assert load(saved)[1].chat_template == config["chat_template"]
     assert f"are those of {source}" in capsys.readouterr().out
@@ -134,7 +119,7 @@ def test_save_pretrained_writes_a_generation_config_that_transformers_refuses(al
     (source / "generation_config.json").unlink()
     if generation:
         (source / "generation_config.json").write_bytes(generation.encode())
-    role = role_of(source, lora)
+    role = role_from(source, lora)
     (saved / "older").mkdir(parents=True)
     role.save_pretrained(saved)
     if generation:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-from types import SimpleNamespace
 from unittest import mock
 
 import msgpack
@@ -23,7 +21,6 @@ from distflow.errors import ColumnError, Disagreement, EngineError
 from distflow.plan import ROLLOUT, TRAINER
 from distflow.recovery.store import RunStore
 from distflow.rpc.run_token import TOKEN, run_token
-from distflow.telemetry import events
 from distflow.telemetry.metrics import Metrics
 from planners import plan
 from workers.rollout_channel import RolloutChannel, open_channel
@@ -46,13 +43,13 @@ def store():
     return hosted()
 
 
-def test_without_a_secret_it_is_made_from_what_the_store_has(store, monkeypatch):
+def test_run_token_without_a_secret_comes_from_the_store(store, monkeypatch):
     monkeypatch.delenv(TOKEN, raising=False)
     zero, one = run_ranks(2, tokens, store.port, ["", ""])
     assert zero == one == run_token(store.get("0/token")).hex()
 
 
-def test_with_a_secret_nobody_can_make_it_from_what_the_store_has(store, monkeypatch):
+def test_run_token_with_a_secret_cannot_be_made_from_the_store(store, monkeypatch):
     zero, one = run_ranks(2, tokens, store.port, ["the token of the run"] * 2)
     assert zero == one
     assert len(bytes.fromhex(zero)) == 32
@@ -61,7 +58,7 @@ def test_with_a_secret_nobody_can_make_it_from_what_the_store_has(store, monkeyp
     assert not [value for value in kept if zero in (value, run_token(value).hex()) or "the token of the run" in value]
 
 
-def test_only_rows_that_were_dropped_may_lack_a_column():
+def test_rows_for_others_lack_columns_of_dropped_rows_alone():
     made = plan(load("grpo.yaml", None, ["mode=async", "groups.inference={reference: 1}"], None), 3).groups[2].plan
     task, ids = made.task("reference"), torch.arange(8)
     buffer = Databuffer(made, 0, Metrics())
@@ -78,7 +75,7 @@ def test_only_rows_that_were_dropped_may_lack_a_column():
         buffer.start(Batch(torch.zeros(1, dtype=torch.int64)))
 
 
-def test_of_rows_that_a_repetition_has_lost_the_first_that_is_left_has_what_they_share():
+def test_received_columns_keep_shared_values_of_prompts_that_lost_rows():
     """ReMax: an answer for each prompt beside its samples, of which some were dropped before these were fetched."""
     four = "nodes.rollout.with.group_size=4"
     trainer = plan(load("remax.yaml", None, ["mode=async", four], None), 4).groups[0].plan
@@ -92,14 +89,14 @@ def test_of_rows_that_a_repetition_has_lost_the_first_that_is_left_has_what_they
     assert found["reward"][1] == ids.tolist()
 
 
-def test_another_run_has_another_one(monkeypatch):
+def test_run_token_differs_between_runs(monkeypatch):
     monkeypatch.setenv(TOKEN, "the token of the run")
     assert run_token("one") != run_token("another")
 
 
 @pytest.mark.parametrize("exported", [("the token of the run", "another run's token"), ("the token of the run", ""),
                                       ("", "the token of the run")])
-def test_machines_with_other_tokens_are_told(store, exported):
+def test_run_token_of_unlike_machines_is_refused(store, exported):
     for error in run_ranks(2, tokens, store.port, [*exported]):
         assert error.startswith(f"the ranks do not have the same {TOKEN}: rank 1 has ")
         assert error.endswith(f"Export the same {TOKEN} on all machines.")
@@ -126,23 +123,13 @@ def shards(port: int, silence: float) -> tuple[int | None, list[tuple[str, int]]
 
 
 @pytest.mark.parametrize("silence", [0.0, 30.0])
-def test_each_machine_has_a_shard_and_where_machines_come_and_go_each_that_trains(store, silence):
+def test_open_channel_starts_a_shard_on_each_machine_that_stays(store, silence):
     numbers, addresses, moves = zip(*run_ranks(3, shards, store.port, silence))
     assert numbers == (0, 1, None if silence else 2)
     assert addresses[0] == addresses[1] == addresses[2]
     assert len({*addresses[0]}) == (2 if silence else 3)
     assert {*moves} == {bool(silence)}
     assert bool(store.get("0/shard/0")) == bool(silence)
-
-
-def test_a_set_of_versions_is_read_once():
-    """However many prompts are owed it: each read is a delay between two prompts."""
-    asked, sets = [], {"versions/7": '[7, {"actor": 3}]', "versions/8": '[8, {"actor": 4}]'}
-    store = SimpleNamespace(get=lambda key: asked.append(key) or sets.get(key))
-    channel = RolloutChannel(store, bytes(32), [], "127.0.0.1", 4, 2, 1)
-    assert [channel.versions_of(number) for number in (7, 7, 8, 8, 7, 9, 9)] == [
-        {"actor": 3}, {"actor": 3}, {"actor": 4}, {"actor": 4}, {"actor": 3}, {}, {}]
-    assert asked == ["versions/7", "versions/8", "versions/7", "versions/9", "versions/9"]
 
 
 @pytest.mark.parametrize(("policy", "refused"), [
@@ -153,7 +140,7 @@ def test_a_set_of_versions_is_read_once():
     ([[4, 77]], True),
     ([[3, 77], [9, 5]], True),
 ], ids=["built with", "published", "sampled by two", "other weights", "of another version", "never published"])
-def test_rows_of_a_policy_that_was_not_published_are_refused(store, tmp_path, monkeypatch, policy, refused):
+def test_channel_refuses_rows_of_a_policy_that_was_not_published(store, recorded, policy, refused):
     channel = RolloutChannel(store, bytes(32), [], "127.0.0.1", 4, 2, 1)
     channel.add_fingerprint("actor", 3, 76)
     channel.add_fingerprint("actor", 3, 77)  # by the trainer's next attempt
@@ -161,20 +148,17 @@ def test_rows_of_a_policy_that_was_not_published_are_refused(store, tmp_path, mo
     channel.add_version_set({"actor": 4})
     packed = torch.frombuffer(bytearray(msgpack.packb({"actor": policy}) or b""), dtype=torch.uint8)
     rows = Batch(torch.tensor([8]), {POLICIES: Ragged.from_rows([packed])})
-    monkeypatch.setattr(events, "_current", events.Events())
-    events.current().open(tmp_path / "events.jsonl", 0)
     if not refused:
         channel.require_published(rows)
         return
     with pytest.raises(EngineError, match="not published as version .* are not trained on"):
         channel.require_published(rows)
-    event, = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
-    assert (event["event"], event["role"], event["version"]) == ("policy_refused", "actor", policy[-1][0])
+    event, = recorded("policy_refused")
+    assert (event["role"], event["version"]) == ("actor", policy[-1][0])
 
 
-def test_rows_are_accepted_where_no_weights_are_published(store):
+def test_channel_accepts_rows_where_no_weights_are_published(store):
     """Ranks that train have sampled all of them."""
     channel = RolloutChannel(store, bytes(32), [], "127.0.0.1", 4, 2, 1)
     packed = torch.frombuffer(bytearray(msgpack.packb({"actor": [[3, 77]]}) or b""), dtype=torch.uint8)
     channel.require_published(Batch(torch.tensor([8]), {POLICIES: Ragged.from_rows([packed])}))
-

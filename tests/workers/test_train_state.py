@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -13,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from distflow.config.run import Checkpoint
-from distflow.errors import CheckpointError
 from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
 from distflow.recovery.worker_process import WorkerContext
 from workers.train_state import TrainState
@@ -73,29 +71,3 @@ def save_without_memory(folder: Path) -> tuple[list[int], int]:
 
 def test_one_snapshot_is_enough_for_checkpoints_alone(tmp_path):
     assert run_ranks(2, save_without_memory, tmp_path) == [([2, 3], 1)] * 2
-
-
-def restore_from_damaged(folder: Path) -> tuple[int, str, list[str]]:
-    """Return the step of a start without any state, the error when all checkpoints are damaged, and what is left."""
-    at = train_state(folder, None)
-    nothing = at.restore()
-    for step in (1, 2):
-        at.snapshot(step)
-        at.before_update()
-        at.save(step)
-    at.finish()
-    dist.barrier()
-    if dist.get_rank() == 0:
-        for checkpoint in complete_checkpoints(folder):
-            (checkpoint / "progress.json").write_text("")
-    dist.barrier()
-    with pytest.raises(CheckpointError) as error:
-        train_state(folder, None).restore()
-    return nothing, str(error.value), sorted(path.name for path in folder.iterdir())
-
-
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again(tmp_path):
-    for nothing, error, left in run_ranks(2, restore_from_damaged, tmp_path):
-        assert nothing == 0
-        assert "step-00000002 is damaged: progress.json" in error
-        assert left == ["step-00000001", "step-00000002"]

@@ -70,9 +70,13 @@ def _in_force(folder: Path) -> tuple[dict, dict, dict]:
             json.loads((folder / "plan.json").read_text()))
 
 
-def test_overrides_of_a_resume_are_kept_for_the_next(launch, workspace):
+def test_overrides_of_a_resume_are_kept_for_the_next_unless_it_cannot_start(launch, workspace):
     folder = workspace / "runs/on"
     launch(1, *SFT, "--name", "on", "--set", "steps=2")
+    before = _in_force(folder)
+    done = launch(1, "--resume", "runs/on", "--set", "roles.actor.model.layers=3", "--set", "steps=3", code=None)
+    assert "cannot be loaded into role `actor`" in done.stderr
+    assert _in_force(folder) == before
     more = "nodes.update.with={aggregate: seq_mean_token_sum}"
     launch(1, "--resume", "runs/on", "--set", "steps=4", "--set", more)
     run, dag, plan = _in_force(folder)
@@ -83,14 +87,6 @@ def test_overrides_of_a_resume_are_kept_for_the_next(launch, workspace):
     launch(1, "--resume", "runs/on", "--set", "data.batch=3")
     assert _in_force(folder)[0]["steps"] == 4
     assert set(metrics_of(folder)) == {1, 2, 3, 4}
-
-
-def test_a_resume_that_cannot_start_changes_nothing(launch, workspace):
-    launch(1, *SFT, "--name", "whole", "--set", "steps=2")
-    before = _in_force(workspace / "runs/whole")
-    done = launch(1, "--resume", "runs/whole", "--set", "roles.actor.model.layers=3", "--set", "steps=3", code=None)
-    assert "cannot be loaded into role `actor`" in done.stderr
-    assert _in_force(workspace / "runs/whole") == before
 
 
 def test_a_start_that_fails_on_one_rank_leaves_no_folder(launch, workspace):

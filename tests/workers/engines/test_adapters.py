@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,18 +10,16 @@ import torch.distributed as dist
 from columns import uneven_rows
 from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import run_ranks
+from reported import reported
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from training import layered, loss_of, plain_logprobs, role_of
+from transformers import AutoModelForSequenceClassification
 
-from distflow.config.run import Data, Lora, RoleRun
-from distflow.data.batch import Batch
+from distflow.config.run import Lora, RoleRun
 from distflow.errors import EngineError
-from distflow.plan import Layout
-from distflow.telemetry.metrics import current
 from workers.engines import fsdp
-from workers.engines.adapters import BaseEngine, adapters_off, attach, frozen_parameters, merge_adapters
+from workers.engines.adapters import BaseEngine, attach, frozen_parameters, merge_adapters
 from workers.engines.embedded import build_model, build_tokenizer
-from workers.engines.role_engines import Meshes, RoleEngines
 from workers.engines.value import with_value_head
 
 STEPS, LORA, RATE = 3, Lora(rank=4, alpha=8, targets=["q_proj", "down_proj"]), 1e-2
@@ -30,18 +27,11 @@ SIZES = {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32}
 
 
 def engine_of(model, shared: bool, small: int = 64_000_000) -> fsdp.FSDPEngine:
-    limit, fsdp._SMALL = fsdp._SMALL, small
-    try:
-        attach(model, LORA, seed=3)
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-        settings = RoleRun(learning_rate=RATE, micro_batch_tokens=20, lora=LORA)
+    attach(model, LORA, seed=3)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    settings = RoleRun(learning_rate=RATE, micro_batch_tokens=20, lora=LORA)
+    with layered(small):
         return fsdp.FSDPEngine(model, settings, mesh, 0, 10, True, whole=frozen_parameters(model) if shared else ())
-    finally:
-        fsdp._SMALL = limit
-
-
-def loss_of(logprobs, entropy, micro):
-    return -logprobs.sum() / 22
 
 
 def trained(shared: bool, small: int, cut: int) -> tuple[list[float], list[float], list[float]]:
@@ -75,46 +65,29 @@ def by_peft() -> tuple[list[float], list[float], list[float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
     batch, norms = uneven_rows(), []
     with torch.no_grad():
-        before = _logprobs(model, batch).tolist()
+        before = plain_logprobs(model, batch).tolist()
     for _ in range(STEPS):
-        (-_logprobs(model, batch).sum() / 22).backward()
+        (-plain_logprobs(model, batch).sum() / 22).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        return norms, _logprobs(model, batch).tolist(), before
-
-
-def _logprobs(model, batch: Batch) -> torch.Tensor:
-    found = []
-    for prompt, response in zip(batch["prompts"].rows, batch["responses"].rows):
-        logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
-        found.append(torch.log_softmax(logits, -1).gather(1, response[:, None]).squeeze(1))
-    return torch.cat(found)
-
-
-def role_of(lora: Lora | None, **settings) -> RoleEngines:
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    run = SimpleNamespace(seed=0, steps=10, data=Data(train="", max_target_tokens=9))
-    dag = SimpleNamespace(roles={"actor": SimpleNamespace(trained=True, follow=None, head="lm")})
-    spec = SimpleNamespace(dag=dag, run=run, model_of=lambda name: None,
-                           shape_of=lambda name: None)
-    settings = RoleRun(lora=lora, learning_rate=RATE, generation={"max_new_tokens": 6}, **settings)
-    return RoleEngines("actor", build_model(270, 0, **SIZES), build_tokenizer(["one"]), settings,
-                       Meshes(mesh, mesh, Layout(dist.get_world_size())), spec, stream=0)
+        return norms, plain_logprobs(model, batch).tolist(), before
 
 
 def sampled() -> None:
     """Only adapters are sharded and move; trainer and rollout have one base, and agree."""
-    role, before = role_of(LORA), build_model(270, 0, **SIZES).state_dict()
+    settings = RoleRun(lora=LORA, learning_rate=RATE, generation={"max_new_tokens": 6})
+    role = role_of(build_model(270, 0, **SIZES), build_tokenizer(["one"]), settings)
+    before = build_model(270, 0, **SIZES).state_dict()
     batch = uneven_rows()
-    current().collect(lambda part: [part])
+    reported()
     role.update(batch, loss_of)
     prompts = batch["prompts"].select(torch.tensor([0, 3, 5]))
     samples = role.generate(prompts, torch.arange(6), repeats=2)
     shards, rollout = role.engine.shards(), role.rollout.weight_buffers()
     count = 2 * 4 * (64 + 64 + 192 + 64)
-    assert current().collect(lambda part: [part])["weights/bytes"] == count * 4
+    assert reported()["weights/bytes"] == count * 4
     assert sum(shard.numel() for shard in shards.values()) == count
     assert all(isinstance(shard, DTensor) for shard in shards.values())
     for name, parameter in role.engine.policy.model.named_parameters():
@@ -131,30 +104,6 @@ def sampled() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_only_adapters_move_and_the_base_lies_once(ranks):
     run_ranks(ranks, sampled)
-
-
-def test_what_is_saved_is_loaded_by_peft_and_transformers(tmp_path, model):
-    model.save_pretrained(tmp_path / "base")
-    tokens = torch.randint(5, 260, (2, 9), generator=torch.Generator().manual_seed(1))
-    adapted = copy.deepcopy(model)
-    attach(adapted, LORA, seed=3)
-    weights = {name: torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)) * 0.1
-               for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-    adapted.load_state_dict(weights, strict=False)
-    merge_adapters(copy.deepcopy(model), LORA, weights, tmp_path / "adapter")[0].save_pretrained(tmp_path / "model")
-    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
-    with torch.no_grad():
-        expected = adapted(tokens).logits
-        assert (expected - model(tokens).logits).abs().max() > 0.1
-        assert torch.allclose(whole(tokens).logits, expected, atol=1e-5)
-        assert torch.allclose(theirs(tokens).logits, expected, atol=1e-6)
-        with adapters_off(adapted):
-            assert torch.equal(adapted(tokens).logits, model(tokens).logits)
-        assert torch.equal(adapted(tokens).logits, expected)
-    weights.pop(next(iter(weights)))
-    with pytest.raises(EngineError, match="the adapters to be saved differ"):
-        merge_adapters(copy.deepcopy(model), LORA, weights, tmp_path / "other")
 
 
 def test_a_value_head_is_trained_and_saved_whole(tmp_path, model):

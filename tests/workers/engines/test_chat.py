@@ -10,7 +10,7 @@ import torch
 from distflow.config.run import Data
 from distflow.errors import InvalidInput
 from workers.engines.chat import TurnTemplate, prompt_tokens, require_template
-from workers.engines.embedded import ASSISTANT, EOS, USER, build_tokenizer
+from workers.engines.embedded import build_tokenizer
 
 CHATML = ("{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
           "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -33,31 +33,12 @@ def chatml():
     return tokenizer
 
 
-def test_the_embedded_template(embedded):
-    between = TurnTemplate(embedded, [embedded.eos_token_id])
-    assert embedded.decode(between.tokens("7", ended=True)) == f"{USER}7{ASSISTANT}"
-    assert embedded.decode(between.tokens("7", ended=False)) == f"{EOS}{USER}7{ASSISTANT}"
-
-
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_a_template_like_chatml(chatml, role):
     between = TurnTemplate(chatml, [chatml.eos_token_id], role)
     behind = f"\n<|im_start|>{role}\nThe result is 7.<|im_end|>\n<|im_start|>assistant\n"
     assert chatml.decode(between.tokens("The result is 7.", ended=True)) == behind
     assert chatml.decode(between.tokens("The result is 7.", ended=False)) == f"<|im_end|>{behind}"
-
-
-def test_turn_by_turn_gives_the_tokens_of_the_whole_conversation(chatml, embedded):
-    """For texts that are their own encoding, that is."""
-    for tokenizer in (chatml, embedded):
-        between = TurnTemplate(tokenizer, [tokenizer.eos_token_id])
-        answer = [*tokenizer("The result is 7.", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        tokens = [*prompt_tokens(tokenizer, "What is 3 + 4?"), *answer, *between.tokens("What is 4?", True), *answer]
-        talk = [{"role": "user", "content": "What is 3 + 4?"}, {"role": "assistant", "content": "The result is 7."},
-                {"role": "user", "content": "What is 4?"}, {"role": "assistant", "content": "The result is 7."}]
-        whole = tokenizer.apply_chat_template(talk, return_dict=False)
-        assert tokens == whole[: len(tokens)]
-        assert tokenizer.decode(whole[len(tokens) :]).strip() == ""
 
 
 def test_several_messages_between_two_answers(chatml, embedded):
@@ -138,11 +119,6 @@ def test_they_reach_it_after_the_first_turn_as_well(chatml):
 def test_an_answer_that_is_begun_is_gone_on_with(chatml):
     begun = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "The answer is"}]
     assert chatml.decode(prompt_tokens(chatml, begun)).endswith("<|im_start|>assistant\nThe answer is")
-
-
-def test_without_a_template_each_message_is_a_line(embedded):
-    embedded.chat_template = None
-    assert embedded.decode(prompt_tokens(embedded, ASKED)) == "Be brief.\n1?\n"
 
 
 def test_other_variables_reach_the_template_too(chatml):

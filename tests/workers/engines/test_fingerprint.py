@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 
 import pytest
@@ -15,7 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from distflow.config.run import Generation
 from distflow.errors import EngineError
-from distflow.telemetry import events
 from distflow.weights.fingerprint import HeldWeights, add_up, fingerprint_of, sums_of
 from distflow.weights.publisher import Publisher
 from distflow.weights.puller import Puller
@@ -41,16 +39,6 @@ def engine_of(model: LlamaForCausalLM) -> HFRollout:
 
 def weights(model, factor: float = 1.0) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() * factor for name, parameter in model.named_parameters()}
-
-
-@pytest.fixture
-def recorded(tmp_path, monkeypatch):
-    """Reads the refusals that were recorded."""
-    monkeypatch.setattr(events, "_current", events.Events())
-    events.current().open(tmp_path / "events.jsonl", 0)
-    lines = (tmp_path / "events.jsonl")
-    return lambda: [event for event in map(json.loads, lines.read_text().splitlines())
-                    if event["event"] == "policy_refused"]
 
 
 def test_sums_are_equal_for_other_layouts_and_differ_by_one_bit():
@@ -105,7 +93,7 @@ def test_a_head_that_is_not_tied_is_named(recorded):
     engine.model.lm_head.weight = torch.nn.Parameter(engine.model.lm_head.weight.detach() / 1.5, False)
     with pytest.raises(EngineError, match="role `actor`.* version 1 .*`lm_head.weight` differs"):
         engine.prove("actor", sums_of(new.items(), FLOAT))
-    assert [(event["role"], event["version"], event["tensor"]) for event in recorded()] == [
+    assert [(event["role"], event["version"], event["tensor"]) for event in recorded("policy_refused")] == [
         ("actor", 1, "lm_head.weight")]
 
 
@@ -138,7 +126,7 @@ def test_memory_of_a_relay_that_is_overwritten_by_an_older_version_is_refused(re
         tensor.copy_(old[name])
     with pytest.raises(EngineError, match="does not hold version 2"):
         updates.load_into(engine)
-    assert recorded()[0]["version"] == 2
+    assert recorded("policy_refused")[0]["version"] == 2
     assert engine.proved[-1][0] == 1
     updates.close()
     publisher.close()

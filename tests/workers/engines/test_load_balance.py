@@ -8,9 +8,10 @@ import numpy
 import pytest
 import torch
 from columns import uneven_rows
+from engines.families import build
 from ranks import run_ranks
+from reported import reported
 from training import built, layered, loss_of, named_mesh, share_of
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GraniteMoeConfig, GraniteMoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from distflow.config.run import Generation, RoleRun
@@ -46,7 +47,7 @@ def balanced(layout, small, settings) -> tuple[float, dict[str, numpy.ndarray]]:
         engine.accumulate(share_of(mesh), loss_of, 1.0)
     found = gather_tensors({name: shard.grad for name, shard in engine.shards().items()})
     gradients = {name: tensor.clone().numpy() for name, tensor in found}
-    return metrics.collect(lambda own: [own])["router/aux_loss"], gradients
+    return reported(metrics)["router/aux_loss"], gradients
 
 
 def plain(cuts) -> tuple[list[float], dict[str, numpy.ndarray]]:
@@ -99,7 +100,7 @@ def test_micro_batches_weigh_as_much_as_they_have_tokens(mesh):
         engine.accumulate(batch, loss_of, 1.0)
     weights = [24, 23, 15]
     mean = sum(loss * weight for loss, weight in zip(losses, weights)) / sum(weights)
-    assert found.collect(lambda own: [own])["router/aux_loss"] == pytest.approx(mean, rel=1e-5)
+    assert reported(found)["router/aux_loss"] == pytest.approx(mean, rel=1e-5)
     for name, shard in engine.shards().items():
         assert numpy.allclose(shard.grad.full_tensor().numpy(), expected[name], atol=1e-5), name
 
@@ -122,12 +123,8 @@ def test_replayed_rows_have_the_loss_of_whole_rows(mesh):
 
 def granite():
     """A mixture whose head is not a plain matrix, so that all of the model computes."""
-    config = GraniteMoeConfig(
-        vocab_size=270, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0, logits_scaling=2.0,
-        output_router_logits=True, router_aux_loss_coef=COEFFICIENT)
-    torch.manual_seed(0)
-    model = GraniteMoeForCausalLM(config)
+    model = build("granitemoe")
+    model.config.output_router_logits, model.router_aux_loss_coef = True, COEFFICIENT
     model.set_attn_implementation(attention.NAME)
     without_router_logits(model)
     return model
@@ -143,16 +140,12 @@ def test_models_that_would_compute_the_loss_themselves_sample_and_train(mesh):
     metrics = Metrics()
     with recording(metrics):
         engine.update(rows, loss_of, 1.0, 0)
-    assert metrics.collect(lambda own: [own])["router/aux_loss"] > 1.9
+    assert reported(metrics)["router/aux_loss"] > 1.9
 
 
 def test_a_loss_that_cannot_be_had_is_named(mesh, capsys):
-    config = DeepseekV3Config(
-        vocab_size=270, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
-        topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
-        first_k_dense_replace=1, pad_token_id=0)
-    config.output_router_logits, config.router_aux_loss_coef = True, 0.01
-    FSDPEngine(DeepseekV3ForCausalLM(config), RoleRun(), mesh, 0, 10, True)
+    model = build("deepseek_v3")
+    model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.01
+    FSDPEngine(model, RoleRun(), mesh, 0, 10, True)
     shown = capsys.readouterr().out
     assert "(output_router_logits, router_aux_loss_coef: 0.01), which is not computed: transformers has none" in shown

@@ -15,11 +15,6 @@ def test_a_rank_with_fewer_rows_has_as_many_pieces_and_smaller_ones():
     assert even_cuts([2] * 6, 8, 2) == [(0, 3), (3, 6)]
 
 
-def test_what_needs_more_than_the_budget_is_alone():
-    assert cuts([3, 20, 3], 8) == even_cuts([3, 20, 3], 8, 3) == [(0, 1), (1, 2), (2, 3)]
-    assert cuts([], 8) == even_cuts([], 8, 2) == []
-
-
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 60), st.integers(0, 5))
 def test_pieces_are_whole_within_the_budget_and_no_cap_below_would_do(needed, budget, more):
     count = len(cuts(needed, budget)) + more

@@ -23,24 +23,6 @@ def optional_training(layout, settings, small) -> Trained:
 
 
 @pytest.mark.run
-@pytest.mark.parametrize(("layout", "settings", "small"), [
-    ({"dp": 2}, {"recompute": True}, 0),
-    ({"dp": 2}, {"recompute": True}, 64_000_000),
-    ({"tp": 2}, {"recompute": True}, 0),
-    ({"cp": 2}, {"recompute": True}, 0),
-    ({"dp": 2}, {"offload": True}, 0),
-    ({"dp": 2}, {"replicas": 2}, 0),
-    ({"dp": 4}, {"replicas": 2}, 0),
-    ({"dp": 2, "tp": 2}, {"replicas": 2, "recompute": True}, 64_000_000),
-    ({"dp": 1, "cp": 2}, {"replicas": 2}, 0),
-], ids=str)
-def test_an_option_equals_the_plain_model(layout, settings, small):
-    ranks = layout.get("dp", 1) * layout.get("tp", 1) * layout.get("cp", 1)
-    results = run_ranks(ranks, optional_training, layout, settings, small)
-    joined(results, layout.get("tp", 1) * layout.get("cp", 1)).equals(plain_training())
-
-
-@pytest.mark.run
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 def test_a_compiled_model_equals_the_plain_one():
     joined(run_ranks(1, optional_training, {}, {"compile": True, "recompute": True}, 0), 1).equals(plain_training())

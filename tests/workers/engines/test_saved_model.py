@@ -3,43 +3,33 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
+import re
 
 import pytest
 import torch
+from engines.families import tiny
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import init_device_mesh
+from training import role_of, role_spec
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from distflow.config.run import Data, Lora, Model, RoleRun
-from distflow.plan import Layout
-from distflow.telemetry import events
+from distflow.config.run import Lora, Model, RoleRun
 from workers.engines import saved_model
 from workers.engines.embedded import build_tokenizer
 from workers.engines.loading import load_model
-from workers.engines.role_engines import Meshes, RoleEngines
 from workers.engines.saved_model import ModelDamaged, ModelFiles, ModelWriter
 
 SIZES = {"vocab_size": 272, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
          "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-GLM = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
-MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-       "head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 0,
-         "moe_layer_end_index": 1, "moe_layer_interval": 1}
-FAMILIES = {"llama": ("llama", {}), "tied": ("llama", {"tie_word_embeddings": True}),
-            "glm4_moe": ("glm4_moe", {**EXPERTS, **GLM}), "deepseek_v3": ("deepseek_v3", {**EXPERTS, **GLM, **MLA}),
-            "ernie4_5_moe": ("ernie4_5_moe", {**EXPERTS, **ERNIE}), "minimax_m2": ("minimax_m2", EXPERTS),
-            "mixtral": ("mixtral", EXPERTS), "qwen3_moe": ("qwen3_moe", EXPERTS)}
+FAMILIES = ("llama", "tied", "glm4_moe", "deepseek_v3", "ernie4_5_moe", "minimax_m2", "mixtral", "qwen3_moe")
 
 
 def source_of(family, folder, extra=None, sharded=False, pickled=False, kind=AutoModelForCausalLM, config=None):
     """Write the folder of a random model, whose buffers are random too; `extra`: tensors that nothing loads."""
-    name, more = FAMILIES.get(family, (family, {}))
+    config = config or tiny("llama" if family == "tied" else family)
+    config.tie_word_embeddings |= family == "tied"
     torch.manual_seed(3)
-    model = kind.from_config(config or CONFIG_MAPPING[name](**{**SIZES, **more}))
+    model = kind.from_config(config)
     with torch.no_grad():
         for place, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "e_score_correction_bias" in place or tensor.ndim < 2 and place in model.state_dict():
@@ -54,14 +44,10 @@ def source_of(family, folder, extra=None, sharded=False, pickled=False, kind=Aut
     return folder
 
 
-def role_of(source, head="lm", **settings):
-    dag = SimpleNamespace(roles={"actor": SimpleNamespace(trained=True, follow=None, head=head)})
-    run = SimpleNamespace(seed=0, steps=10, data=Data(train="", max_target_tokens=9))
-    spec = SimpleNamespace(dag=dag, run=run, folder=source, model_of=lambda name: Model(path=str(source)),
-                           shape_of=lambda name: None)
-    loaded = load_model(spec, Model(path=str(source)), head)
-    return RoleEngines("actor", *loaded, RoleRun(learning_rate=1e-2, **settings),
-                       Meshes(init_device_mesh("cpu", (1,)), None, Layout(1)), spec, stream=None)
+def role_from(source, head="lm", **settings):
+    settings = RoleRun(learning_rate=1e-2, **settings)
+    loaded = load_model(role_spec(settings, source), Model(path=str(source)), head)
+    return role_of(*loaded, settings, source, head, samples=False)
 
 
 def train(role):
@@ -91,58 +77,51 @@ def compare(source, saved, trained=lambda name: True):
     return same
 
 
+def saved_by(source, **settings):
+    """Save what a role has trained beside its folder; return the new one."""
+    role = role_from(source, **settings)
+    train(role)
+    role.save_pretrained(source.parent / "model")
+    return source.parent / "model"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_save_pretrained_keeps_what_is_not_trained(alone, tmp_path, family):
     source = source_of(family, tmp_path / "source")
-    role = role_of(source)
-    train(role)
-    role.save_pretrained(tmp_path / "model")
-    biases = compare(source, tmp_path / "model", lambda name: "e_score_correction_bias" not in name)
-    assert bool(biases) == (family in ("glm4_moe", "deepseek_v3", "ernie4_5_moe", "minimax_m2"))
-    config = json.loads((tmp_path / "model/config.json").read_text())
+    saved = saved_by(source)
+    biases = compare(source, saved, lambda name: "e_score_correction_bias" not in name)
+    assert bool(biases) == (family in FAMILIES[2:6])
+    config = json.loads((saved / "config.json").read_text())
     assert config["dtype"] == "float32"
     assert config["architectures"] == json.loads((source / "config.json").read_text())["architectures"]
+
+
+ADAPTED, KEPT = {"lora": Lora(rank=2, targets=["q_proj"])}, {"freeze": ["model.layers.0.*", "embed_tokens.weight"]}
+
+
+@pytest.mark.parametrize(("family", "settings", "trained"), [
+    *((family, ADAPTED, lambda name: "q_proj.weight" in name) for family in ("llama", "tied", "glm4_moe")),
+    *((family, KEPT, lambda name: not re.search("layers.0.|embed", name)) for family in ("qwen3_moe", "tied"))])
+def test_save_pretrained_keeps_what_is_frozen_or_has_no_adapter(alone, tmp_path, family, settings, trained):
+    source = source_of(family, tmp_path / "source")
+    assert compare(source, saved_by(source, **settings), trained) > 8
 
 
 @pytest.mark.parametrize("form", [{"sharded": True}, {"pickled": True}])
 def test_save_pretrained_reads_sharded_and_pickled_sources(alone, tmp_path, form):
     source = source_of("glm4_moe", tmp_path / "source", **form)
-    role = role_of(source)
-    train(role)
-    role.save_pretrained(tmp_path / "model")
-    assert compare(source, tmp_path / "model", lambda name: "e_score_correction_bias" not in name) == 1
+    assert compare(source, saved_by(source), lambda name: "e_score_correction_bias" not in name) == 1
 
 
 def test_save_pretrained_copies_layers_that_transformers_does_not_load(alone, tmp_path, monkeypatch):
     extra = {f"model.layers.61.{name}": torch.randn(4, 4).bfloat16() for name in ("eh_proj.weight", "enorm.weight")}
     source = source_of("deepseek_v3", tmp_path / "source", extra)
     monkeypatch.setattr(saved_model, "_SHARD_BYTES", 60_000)
-    role = role_of(source)
-    train(role)
-    role.save_pretrained(tmp_path / "model")
-    assert compare(source, tmp_path / "model", lambda name: "layers.61" not in name and "e_score" not in name) == 3
+    assert compare(source, saved_by(source), lambda name: "layers.61" not in name and "e_score" not in name) == 3
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
-    again = role_of(tmp_path / "model")
+    again = role_from(tmp_path / "model")
     again.save_pretrained(tmp_path / "again")
     compare(tmp_path / "model", tmp_path / "again", lambda name: False)
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "tied"])
-def test_save_pretrained_keeps_frozen_weights(alone, tmp_path, family):
-    source = source_of(family, tmp_path / "source")
-    role = role_of(source, freeze=["model.layers.0.*", "embed_tokens.weight"])
-    train(role)
-    role.save_pretrained(tmp_path / "model")
-    assert compare(source, tmp_path / "model", lambda name: "layers.0." not in name and "embed" not in name) > 8
-
-
-@pytest.mark.parametrize("family", ["llama", "tied", "glm4_moe"])
-def test_save_pretrained_changes_nothing_but_adapted_layers(alone, tmp_path, family):
-    source = source_of(family, tmp_path / "source")
-    role = role_of(source, lora=Lora(rank=2, targets=["q_proj"]))
-    train(role)
-    role.save_pretrained(tmp_path / "model")
-    assert compare(source, tmp_path / "model", lambda name: "q_proj.weight" in name) > 9
 
 
 @pytest.mark.parametrize(("family", "target", "changed", "more"), [
@@ -151,9 +130,7 @@ def test_save_pretrained_changes_nothing_but_adapted_layers(alone, tmp_path, fam
 def test_save_pretrained_merges_adapters_of_tied_heads_and_of_experts(alone, tmp_path, family, target, changed, more):
     """The check compares the log-probabilities of the merged folder with those of the adapted engine."""
     source = source_of(family, tmp_path / "source")
-    role = role_of(source, lora=Lora(rank=2, targets=[target]))
-    train(role)
-    role.save_pretrained(tmp_path / "model")
+    saved_by(source, lora=Lora(rank=2, targets=[target]))
     before, after = ModelFiles(source), ModelFiles(tmp_path / "model")
     assert after.keys() - before.keys() == more
     new = [name for name in after if name not in before or not torch.equal(before[name].float(), after[name].float())]
@@ -169,17 +146,13 @@ def test_save_pretrained_writes_tied_tensors_once(alone, tmp_path, names, writte
     embedding = tensors.pop("model.embed_tokens.weight")
     save_file(tensors | {name: embedding.clone() for name in names}, source / "model.safetensors",
               metadata={"format": "pt"})
-    role = role_of(source)
-    train(role)
-    role.save_pretrained(tmp_path / "model")
+    saved_by(source)
     assert ModelFiles(tmp_path / "model").keys() - tensors.keys() == set(written)
 
 
 def test_save_pretrained_of_a_value_model_leaves_out_the_vocabulary_head(alone, tmp_path):
     source = source_of("llama", tmp_path / "source")
-    role = role_of(source, head="value")
-    train(role)
-    role.save_pretrained(tmp_path / "model")
+    saved_by(source, head="value")
     assert ModelFiles(source).keys() ^ ModelFiles(tmp_path / "model").keys() == {"lm_head.weight", "score.weight"}
 
 
@@ -190,9 +163,7 @@ def test_save_pretrained_of_a_multimodal_model_keeps_its_names(alone, tmp_path):
     config = CONFIG_MAPPING["gemma3"](text_config=text, vision_config=vision, mm_tokens_per_image=4,
                                       image_token_index=270, boi_token_index=268, eoi_token_index=269)
     source = source_of("gemma3", tmp_path / "source", kind=AutoModelForImageTextToText, config=config)
-    role = role_of(source, freeze=["*vision_tower*", "*multi_modal_projector*"])
-    train(role)
-    role.save_pretrained(tmp_path / "model")
+    saved_by(source, freeze=["*vision_tower*", "*multi_modal_projector*"])
     assert compare(source, tmp_path / "model", lambda name: "vision" not in name and "projector" not in name) > 10
 
 
@@ -200,10 +171,7 @@ def test_save_pretrained_keeps_heads_apart_that_differ_in_the_files(alone, tmp_p
     source = source_of("llama", tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    role = role_of(source)
-    train(role)
-    role.save_pretrained(tmp_path / "model")
-    assert compare(source, tmp_path / "model") == 0
+    assert compare(source, saved_by(source)) == 0
     assert not json.loads((tmp_path / "model/config.json").read_text())["tie_word_embeddings"]
 
 
@@ -231,7 +199,7 @@ DOWN, BIAS = "model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.gate.e_s
     ("tied", lambda written: written.update({"lm_head.weight": written["model.embed_tokens.weight"] + 0.1}),
      "lm_head.weight` .* should not be there")])
 def test_a_damaged_folder_is_not_taken(alone, tmp_path, monkeypatch, family, change, said):
-    role = role_of(source_of(family, tmp_path / "source"))
+    role = role_from(source_of(family, tmp_path / "source"))
     monkeypatch.setattr(ModelWriter, "write", _damage(change))
     (tmp_path / "model").mkdir()
     (tmp_path / "model/older").touch()
@@ -242,7 +210,7 @@ def test_a_damaged_folder_is_not_taken(alone, tmp_path, monkeypatch, family, cha
 
 
 def test_adapters_of_a_model_that_is_damaged_do_not_replace_older_ones(alone, tmp_path, monkeypatch):
-    role = role_of(source_of("llama", tmp_path / "source"), lora=Lora(rank=2, targets=["q_proj"]))
+    role = role_from(source_of("llama", tmp_path / "source"), lora=Lora(rank=2, targets=["q_proj"]))
     monkeypatch.setattr(ModelWriter, "write", _damage(lambda written: written.pop("model.norm.weight")))
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/older").touch()
@@ -254,7 +222,7 @@ def test_adapters_of_a_model_that_is_damaged_do_not_replace_older_ones(alone, tm
 
 def test_a_folder_that_computes_otherwise_than_the_engine_is_not_taken(alone, tmp_path, monkeypatch):
     """The engine gathers weights of before the last step."""
-    role = role_of(source_of("llama", tmp_path / "source"))
+    role = role_from(source_of("llama", tmp_path / "source"))
     stale = [(name, tensor.clone()) for name, tensor in role.engine.export()]
     train(role)
     monkeypatch.setattr(role.engine, "export", lambda: iter(stale))
@@ -262,13 +230,12 @@ def test_a_folder_that_computes_otherwise_than_the_engine_is_not_taken(alone, tm
         role.save_pretrained(tmp_path / "model")
 
 
-def test_the_first_model_of_a_run_is_checked_and_an_event_says_so(alone, tmp_path, monkeypatch):
-    role = role_of(source_of("glm4_moe", tmp_path / "source"))
-    monkeypatch.setattr(events.current(), "path", tmp_path / "events.jsonl")
+def test_the_first_model_of_a_run_is_checked_and_an_event_says_so(alone, tmp_path, recorded):
+    role = role_from(source_of("glm4_moe", tmp_path / "source"))
     for _ in range(2):
         role.save_pretrained(tmp_path / "model")
-    event, = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
-    assert [event[key] for key in ("event", "role", "folder", "unchanged")] == ["model_checked", "actor", "model", 1]
+    event, = recorded("model_checked")
+    assert [event[key] for key in ("role", "folder", "unchanged")] == ["actor", "model", 1]
     assert event["tensors"] == len(ModelFiles(tmp_path / "source"))
     assert event["difference"] < 1e-5
     assert event["seconds"] < 5
@@ -276,8 +243,8 @@ def test_the_first_model_of_a_run_is_checked_and_an_event_says_so(alone, tmp_pat
 
 def test_a_large_model_is_loaded_without_its_values(alone, tmp_path, monkeypatch):
     monkeypatch.setattr(saved_model, "_COMPUTED", 0)
-    role = role_of(source_of("mixtral", tmp_path / "source"))
+    role = role_from(source_of("mixtral", tmp_path / "source"))
     role.save_pretrained(tmp_path / "model")
     monkeypatch.setattr(ModelWriter, "write", _damage(lambda written: written.pop("lm_head.weight")))
     with pytest.raises(ModelDamaged, match="lm_head.weight` is missing"):
-        role_of(tmp_path / "source").save_pretrained(tmp_path / "other")
+        role_from(tmp_path / "source").save_pretrained(tmp_path / "other")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -44,7 +43,7 @@ def driven(rollout):
         over.set()
 
 
-def test_callers_get_the_tokens_that_they_would_get_alone(rollout, driven):
+def test_shared_engine_gives_callers_the_tokens_that_they_would_get_alone(rollout, driven):
     """Each under a key of its own, and more rows than there are slots."""
     expected = [alone(rollout, place, place) for place in range(len(PROMPTS))]
     shared, pool, _ = driven
@@ -55,7 +54,7 @@ def test_callers_get_the_tokens_that_they_would_get_alone(rollout, driven):
         assert torch.equal(ours.finished, theirs.finished)
 
 
-def test_an_idle_engine_shows_what_its_rank_does_otherwise(rollout, monkeypatch):
+def test_shared_engine_shows_its_idle_phase(rollout, monkeypatch):
     """A model that hangs while nothing is sampled is seen by the detectors of phase inference."""
     entered: list[str] = []
     monkeypatch.setattr("distflow.telemetry.heartbeat.Heartbeat.enter", lambda own, phase: entered.append(phase))
@@ -65,19 +64,7 @@ def test_an_idle_engine_shows_what_its_rank_does_otherwise(rollout, monkeypatch)
     assert entered == ["inference", "waiting"]
 
 
-def test_aborted_rows_come_back_with_what_they_have(driven):
-    shared, _, _ = driven
-    shared.rollout.end_tokens = torch.tensor([10_000])  # none ends before it is aborted
-    session = shared.session(key=1)
-    rows = shared.rows(PROMPTS.slice(0, 1), 4, torch.arange(4), max_new_tokens=200)
-    session.add(rows)
-    assert set(session.abort()) == set(rows)
-    assert not session.busy
-    assert all(not row.finished and len(row.tokens) < 200 for row in rows)
-    assert not shared.owners
-
-
-def test_an_engine_that_fails_fails_all_callers(rollout, driven):
+def test_shared_engine_failure_reaches_all_callers(rollout, driven):
     shared, pool, driving = driven
 
     def broken():
@@ -93,28 +80,8 @@ def test_an_engine_that_fails_fails_all_callers(rollout, driven):
         shared.session(key=0).add(shared.rows(PROMPTS.slice(0, 1), 1, torch.arange(1)))
 
 
-def test_a_caller_whose_row_ends_as_the_engine_fails_hears_of_both(rollout):
-    shared = SharedEngine(rollout)
-    session = shared.session(key=0)
-    rows = shared.rows(PROMPTS.slice(0, 1), 2, torch.arange(2))
-    session.add(rows)
-    session.ended.put(rows[0])
-    shared.submit(lambda: shared._fail(EngineError("its memory is gone")))
-    shared.drive(lambda: shared.failure is not None)
-    assert session.step() == [rows[0]]
-    said: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def hear() -> None:
-        with pytest.raises(EngineError) as error:
-            session.step()
-        said.put(str(error.value))
-
-    threading.Thread(target=hear, daemon=True).start()  # one that waits for ever must not hold up the test
-    assert said.get(timeout=SOON) == "its memory is gone"
-
-
 @pytest.mark.parametrize("failed", [False, True])
-def test_rows_get_what_is_there_at_an_orderly_end_alone(rollout, failed):
+def test_shared_engine_returns_partial_rows_only_at_an_orderly_end(rollout, failed):
     """An engine that has suffered from a failure would hide it by another."""
     shared = SharedEngine(rollout)
     rows = shared.rows(PROMPTS.slice(0, 1), 2, torch.arange(2))
@@ -124,34 +91,8 @@ def test_rows_get_what_is_there_at_an_orderly_end_alone(rollout, failed):
     assert [len(row.tokens) for row in rows] == ([0, 0] if failed else [4, 4])
 
 
-@pytest.mark.parametrize("anew", [False, True], ids=["continue", "restart"])
-def test_new_weights_come_between_two_tokens(model, rollout, anew):
-    """Rows under way go on with them, or begin anew."""
-    renewed = threading.Event()
-
-    def renew(shared):
-        session = next(iter(shared.sessions.values()), None)
-        turns = session and session.turns
-        if not renewed.is_set() and turns and turns.live and int(turns.state["count"].max()) >= 5:
-            shared.rollout.load([(name, weight.data) for name, weight in model.named_parameters()], version=9)
-            if anew:
-                shared.restart()
-            renewed.set()
-
-    shared, over = SharedEngine(rollout, renew), threading.Event()
-    shared.end_tokens = rollout.end_tokens = torch.tensor([10_000])
-    with ThreadPoolExecutor(2) as pool:
-        pool.submit(shared.drive, over.is_set)
-        samples = pool.submit(alone, shared, 1, 3).result(SOON)
-        shared.wait(9)
-        over.set()
-    versions = set(samples.versions.values.tolist())
-    assert versions == ({9} if anew else {0, 9})
-    assert samples.tokens.lengths.tolist() == [12, 12, 12]
-
-
 @pytest.mark.parametrize("between", [False, True], ids=["in a turn", "between turns"])
-def test_a_restarted_turn_is_one_of_the_new_weights_alone(between):
+def test_shared_engine_restarts_a_turn_with_the_new_weights_alone(between):
     """Nothing that the old ones have read of the conversation counts: keys, values and experts are the new ones'."""
     model = built(architecture="qwen3_moe", mixture=(8, 3))
     generation = Generation(max_new_tokens=8, batch_rows=4, routing_replay=True)

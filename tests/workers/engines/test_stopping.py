@@ -9,7 +9,6 @@ from distflow.config.run import Generation
 from workers.engines.embedded import EOS, build_model, build_tokenizer
 from workers.engines.hf import HFRollout
 from workers.engines.rollout import SampledRow, StopStrings
-from workers.engines.turns import last_tokens
 
 
 @pytest.fixture
@@ -40,12 +39,6 @@ def test_the_token_that_completes_a_text_ends_the_turn(tokenizer, text):
 def test_the_prompt_ends_nothing(tokenizer):
     row = SampledRow(0, torch.tensor(tokenizer("is 42.")["input_ids"]), 4, 99)
     assert not StopStrings(tokenizer, ["is 42. The"]).reached(row, tokenizer(" The")["input_ids"])
-
-
-def test_only_the_last_tokens_of_the_slots_that_are_asked_for_are_read():
-    tokens, counts = torch.arange(40).reshape(4, 10), torch.tensor([0, 2, 5, 10])
-    assert last_tokens(tokens, counts, torch.tensor([1, 3, 0]), 3) == [[10, 11], [37, 38, 39], []]
-    assert last_tokens(tokens, counts, torch.tensor([2]), 100) == [[20, 21, 22, 23, 24]]
 
 
 def test_a_session_whose_rows_were_all_aborted_goes_on(tokenizer):

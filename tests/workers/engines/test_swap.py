@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from training import role_of
 
-from distflow.config.run import Data, Lora, RoleRun
+from distflow.config.run import Lora, RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
-from distflow.plan import Layout
 from workers.engines.embedded import build_model, build_tokenizer
-from workers.engines.role_engines import Meshes, RoleEngines
+from workers.engines.role_engines import RoleEngines
 
 SIZES = {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1}
 
 
-def role_of(swap: bool, lora: Lora | None) -> RoleEngines:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    run = SimpleNamespace(seed=0, steps=10, data=Data(train="", max_target_tokens=9))
-    roles = {"actor": SimpleNamespace(trained=True, follow=None, head="lm")}
-    spec = SimpleNamespace(dag=SimpleNamespace(roles=roles), run=run, model_of=lambda name: None,
-                           shape_of=lambda name: None)
+def swapping(swap: bool = True, lora: Lora | None = None) -> RoleEngines:
     settings = RoleRun(lora=lora, learning_rate=1e-2, swap=swap, generation={"max_new_tokens": 6})
-    return RoleEngines("actor", build_model(270, 0, **SIZES), build_tokenizer(["one"]), settings,
-                       Meshes(mesh, mesh, Layout(dist.get_world_size())), spec, 0)
+    return role_of(build_model(270, 0, **SIZES), build_tokenizer(["one"]), settings)
 
 
 def steps(role: RoleEngines) -> list[Tensor]:
@@ -46,7 +37,7 @@ def steps(role: RoleEngines) -> list[Tensor]:
 
 
 def equal(lora: Lora | None) -> None:
-    plain, swapped = (steps(role_of(swap, lora)) for swap in (False, True))
+    plain, swapped = (steps(swapping(swap, lora)) for swap in (False, True))
     assert len(plain) == len(swapped) > 6
     for number, (one, other) in enumerate(zip(plain, swapped)):
         assert torch.equal(one, other), number
@@ -64,9 +55,10 @@ def held(tensors) -> int:
 
 
 def one_at_a_time() -> None:
-    role = role_of(True, None)
-    steps(role)
+    role = swapping()
     trainer, rollout = role.engine, role.rollout
+    assert held(rollout.model.parameters()) == 0 < held(trainer.resident())
+    steps(role)
     parameters = sum(weight.numel() for weight in rollout.model.parameters())
     assert held(rollout.model.parameters()) == 0
     ours = held(trainer.resident())
@@ -85,7 +77,7 @@ def test_only_one_engine_has_its_memory(ranks):
 
 def test_an_error_comes_through_and_the_trainer_has_its_memory_again(mesh, monkeypatch):
     """Also where the rollout could not sleep: rows are under way."""
-    role = role_of(True, None)
+    role = swapping()
     steps(role)
 
     def refuses():
@@ -107,9 +99,3 @@ def test_an_error_comes_through_and_the_trainer_has_its_memory_again(mesh, monke
     with pytest.raises(EngineError, match="the library died"), role.engine_swap.sampling():
         pass
     assert held(role.engine.resident()) == ours
-
-
-def test_the_rollout_sleeps_from_the_start(mesh):
-    role = role_of(True, None)
-    assert held(role.rollout.model.parameters()) == 0
-    assert held(role.engine.resident()) > 0

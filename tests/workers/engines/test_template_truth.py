@@ -108,20 +108,6 @@ def test_all_turns_learn_calls_that_the_template_writes_instead_of_text():
     assert tokenizer.decode(learned).split() == ["[call]", "add</s>", "It", "is", "7.", "</s>"]
 
 
-@kinds
-def test_all_turns_are_found_in_as_many_renderings_however_many_they_are(kind, monkeypatch):
-    tokenizer, rendered = build(kind), []
-    render = tokenizer.apply_chat_template
-    monkeypatch.setattr(tokenizer, "apply_chat_template",
-                        lambda *given, **how: rendered.append(1) or render(*given, **how))
-    asked, said, *_ = conversations(kind)[0]
-    for turns in (2, 2, 20):  # what a template has in any conversation is found in the first
-        before = len(rendered)
-        found = imitated_tokens(tokenizer, talk(*[asked, said, "And?", "Seven."] * turns), turns="all")
-        assert len(rendered) - before <= 4 or turns == 2
-        assert sum(found.mask) > turns
-
-
 def test_answers_that_repeat_what_stands_between_them_are_learned_whole():
     tokenizer = build("letters")
     for said in ("7</s>USER: And?\nASSISTANT: 8", "7</s>"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import numpy
 import pytest
 from ranks import run_ranks
 from training import (
@@ -19,8 +18,6 @@ from training import (
     plain_training,
     share_of,
     trained_by,
-    training,
-    valued,
 )
 
 from distflow.config.run import RoleRun
@@ -28,34 +25,6 @@ from distflow.errors import EngineError
 from distflow.recovery.checkpoint import Checkpoints
 from workers.engines import tensor_parallel
 from workers.engines.fsdp import FSDPEngine
-
-FOUR_KEYS = {"kv_heads": 4}
-
-
-def split_training(layout, model, small) -> Trained:
-    return training(layout, model, small)
-
-
-@pytest.mark.run
-@pytest.mark.parametrize(("layout", "model", "small"), [
-    ({"dp": 1, "tp": 2}, {}, 0),
-    ({"dp": 1, "tp": 2}, {"architecture": "qwen2"}, 64_000_000),
-    ({"dp": 1, "tp": 2}, {"architecture": "llama", "vocabulary": 271}, 0),
-    ({"dp": 2, "tp": 2}, {}, 64_000_000),
-    ({"dp": 2, "tp": 2}, {"tied": False}, 0),
-    ({"dp": 1, "tp": 4}, {"vocabulary": 272, **FOUR_KEYS}, 0),
-    ({"dp": 4, "tp": 1}, {}, 0),
-], ids=str)
-def test_any_layout_equals_the_plain_model(layout, model, small):
-    expected = plain_training(model)
-    results = run_ranks(layout["dp"] * layout["tp"], split_training, layout, model, small)
-    joined(results, layout["tp"]).equals(expected)
-    for rank, result in enumerate(results):
-        peer = results[rank - rank % layout["tp"]]
-        assert result.logprobs == peer.logprobs
-        assert result.norms == results[0].norms
-        for name, weight in result.weights.items():
-            assert numpy.array_equal(weight, peer.weights[name]), name
 
 
 def refusal(layout, model) -> str:
@@ -86,11 +55,6 @@ def own_family() -> Trained:
 
 def test_a_plan_can_be_added():
     joined(run_ranks(2, own_family), 2).equals(plain_training())
-
-
-def test_a_value_head_works_with_it():
-    (expected,), found = run_ranks(1, valued, {}), run_ranks(2, valued, {"tp": 2})
-    assert found[0] == found[1] == pytest.approx(expected, abs=1e-5)
 
 
 def saved(layout, folder, continued: bool) -> Trained:

@@ -131,7 +131,7 @@ def lead_or_follow(trainer: int) -> tuple[list, int, int]:
     return engine.rows, left, engine.version
 
 
-def test_the_others_do_what_the_first_does():
+def test_tp_followers_repeat_their_leader():
     store = hosted()
     (first, known, version), (second, left, same) = run_ranks(2, lead_or_follow, store.port)
     assert first == second
@@ -139,37 +139,6 @@ def test_the_others_do_what_the_first_does():
     assert {version for _, _, versions, _ in first for version in versions} == {0, 1, 2}
     assert version == same == 2
     assert known == left == 0, "a row that nobody asks for any more is kept"
-
-
-class Talking:
-    """Context of a rollout loop that says the same in each phase, to rows of its own."""
-
-    def __init__(self, first: int):
-        self.first = first
-
-    def run(self, streams, *_):
-        for stream in streams.values():
-            prompts = Ragged.from_rows([torch.arange(9, 12)])
-            stream.rollout.generate(prompts, 2, self.first + torch.arange(2), key=7)
-
-
-def sample_beside() -> list:
-    """Two phases of a rank that trains in between, one of two that share a model."""
-    engine, (share, _) = Seen(engine_here()), dist.new_subgroups(2, backend="gloo")
-    swap = SimpleNamespace(sampling=lambda: contextlib.nullcontext(engine))
-    crew = Talking(10 * dist.get_rank()) if dist.get_rank() % 2 == 0 else None
-    hybrid = ColocatedSource({"actor": swap}, crew, share, enough=0, limit=60.0)
-    for _ in range(2):
-        hybrid.sample(0, lambda: False)
-        dist.all_reduce(torch.ones(1))
-    return engine.rows
-
-
-def test_those_that_train_sample_by_shares():
-    first, second, third, fourth = run_ranks(4, sample_beside)
-    assert first == second
-    assert third == fourth
-    assert [sorted(id for id, *_ in rows) for rows in (first, third)] == [[0, 0, 1, 1], [20, 20, 21, 21]]
 
 
 def left_alone() -> list[str]:
@@ -185,7 +154,7 @@ def left_alone() -> list[str]:
     return notes
 
 
-def test_one_that_follows_says_who_has_left_it():
+def test_tp_follower_names_the_leader_that_left():
     _, notes = run_ranks(2, left_alone)
     assert any(note.startswith("rank 0 takes prompts for this one") for note in notes)
 
@@ -228,7 +197,7 @@ def disagree(leads: str, follows: str) -> tuple[int, bool]:
 @pytest.mark.parametrize(("leads", "follows", "loaded", "dropped"), [
     ("3.a", "3.a", 3, False), ("3.a", "4.a", 0, True), ("4.a", "3.a", 0, True), ("3.a", "3.b", 0, True),
     ("3.a", "", 0, False), ("", "3.a", 0, False)])
-def test_weights_are_loaded_when_all_ranks_have_the_same(leads, follows, loaded, dropped):
+def test_tp_leader_loads_weights_that_all_ranks_have(leads, follows, loaded, dropped):
     """Ranks with unlike ones give them up, and pull the newest: a trainer may have published a number again."""
     found = run_ranks(2, disagree, leads, follows)
     assert [version for version, _ in found] == [loaded, loaded]

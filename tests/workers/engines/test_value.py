@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import run_ranks
+from columns import random_rows
 
 from distflow.config.run import RoleRun
-from distflow.data.batch import Batch, Ragged
+from distflow.data.batch import Batch
 from distflow.errors import EngineError
-from workers.engines import attention, fsdp
 from workers.engines.embedded import build_model
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.policy import inputs_of
 from workers.engines.value import ValueModel, with_value_head
-
-STEPS = 3
-SETTINGS = {"learning_rate": 1e-3, "weight_decay": 0.1}
 
 
 def built(layers: int = 2):
@@ -31,14 +24,9 @@ def built(layers: int = 2):
 
 
 def rows() -> Batch:
-    """Eight rows of three prompts; a row without tokens; pairs (0, 1), (2, 3) … have one id."""
-    generator = torch.Generator().manual_seed(0)
-
-    def ragged(lengths: list[int]) -> Ragged:
-        return Ragged.from_rows([torch.randint(5, 260, (length,), generator=generator) for length in lengths])
-
-    prompts = ragged([6, 3, 8]).select(torch.tensor([0, 0, 0, 0, 1, 1, 2, 2]))
-    return Batch(torch.arange(8) // 2, {"prompts": prompts, "responses": ragged([4, 0, 2, 5, 3, 1, 7, 2])})
+    """Eight rows of three prompts, one without tokens."""
+    prompts = random_rows(6, 3, 8).select(torch.tensor([0, 0, 0, 0, 1, 1, 2, 2]))
+    return Batch(torch.arange(8), {"prompts": prompts, "responses": random_rows(4, 0, 2, 5, 3, 1, 7, 2, seed=1)})
 
 
 def plain(model, prompt: torch.Tensor, response: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,26 +54,6 @@ def test_values_scores_and_gradients_equal_plain_forwards(chunks):
         assert torch.allclose(shared[name], parameter.grad, atol=1e-4), name
 
 
-def test_rows_packed_beforehand_give_the_same_values(monkeypatch):
-    model = built()
-    model.set_attn_implementation(attention.NAME)
-    critic, inputs = ValueModel(model, 1), inputs_of(rows()["prompts"], rows()["responses"], 0, torch.device("cpu"))
-    expected, packed = critic(*inputs), critic.pack(*inputs)
-    monkeypatch.setattr(critic, "pack", None)
-    for one, other in zip(expected, critic(*inputs, packed=packed)):
-        assert torch.equal(one, other)
-
-
-def test_a_score_is_what_the_classifier_itself_gives(mesh):
-    model, batch = built(), rows()
-    engine = FSDPEngine(copy.deepcopy(model), RoleRun(), mesh, 0, 1, trained=False, head="value")
-    scores = engine.scores(batch["prompts"], batch["responses"])
-    expected = [model(torch.cat(row)[None]).logits.item()
-                for row in zip(batch["prompts"].rows, batch["responses"].rows)]
-    assert scores.tolist() == pytest.approx(expected, abs=1e-5)
-    assert scores.dtype == torch.float32
-
-
 def test_a_new_head_is_zero_and_the_rest_is_the_models_own(model):
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     valued = with_value_head(model)
@@ -104,60 +72,6 @@ def test_a_head_of_several_numbers_is_refused(model):
         ValueModel(valued)
 
 
-def squared(values, scores, micro):
-    return (values - 0.5).square().sum() / 24 + (scores + 0.5).square().sum() / 8
-
-
-@pytest.mark.parametrize("tokens", [1, 12, 30])
-def test_micro_batches_change_nothing(mesh, tokens):
-    whole, pieces = (FSDPEngine(built(), RoleRun(**SETTINGS, micro_batch_tokens=budget), mesh, 0, 10, trained=True,
-                                head="value") for budget in (10_000, tokens))
-    for step in range(STEPS):
-        norms = [engine.update(rows(), squared, 1.0, step)["grad_norm"] for engine in (whole, pieces)]
-        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-    found = [engine.values(rows()["prompts"], rows()["responses"]).values for engine in (whole, pieces)]
-    assert torch.allclose(*found, atol=1e-5)
-
-
-@pytest.mark.parametrize("tokens", [1, 50, 10_000])
-def test_rows_of_one_id_stay_in_one_micro_batch(mesh, tokens):
-    engine = FSDPEngine(built(), RoleRun(**SETTINGS, micro_batch_tokens=tokens), mesh, 0, 10, True, head="value")
-    seen = []
-
-    def look(values, scores, micro):
-        seen.append(micro.ids.tolist())
-        return squared(values, scores, micro)
-
-    engine.update(rows(), look, 1.0, 0, together=True)
-    assert [each for ids in seen for each in ids] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert all(len(ids) % 2 == 0 for ids in seen)
-    assert len(seen) == {1: 4, 50: 2, 10_000: 1}[tokens]
-
-
-def training(small: int, cut: int) -> tuple[list[float], list[float], list[float]]:
-    """Gradient norms of some steps, then values and scores; the first rank has the rows up to `cut`."""
-    limit, fsdp._SMALL = fsdp._SMALL, small
-    try:
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-        engine = FSDPEngine(built(), RoleRun(**SETTINGS, micro_batch_tokens=20), mesh, 0, 10, True, head="value")
-    finally:
-        fsdp._SMALL = limit
-    mine = rows().slice(0, cut) if dist.get_rank() == 0 else rows().slice(cut, 8)
-    norms = [engine.update(mine, squared, 1.0, step)["grad_norm"] for step in range(STEPS)]
-    return norms, engine.values(mine["prompts"], mine["responses"]).values.tolist(), engine.scores(
-        mine["prompts"], mine["responses"]).tolist()
-
-
-@pytest.mark.parametrize("small", [0, 64_000_000])
-@pytest.mark.parametrize("cut", [5, 8])
-def test_two_ranks_equal_one(small, cut):
-    (norms, values, scores), = run_ranks(1, training, 64_000_000, 8)
-    first, second = run_ranks(2, training, small, cut)
-    assert first[0] == second[0] == pytest.approx(norms, rel=1e-4)
-    assert first[1] + second[1] == pytest.approx(values, abs=1e-4)
-    assert first[2] + second[2] == pytest.approx(scores, abs=1e-4)
-
-
 def test_the_head_is_not_rounded_with_the_model(mesh):
     engine = FSDPEngine(built(), RoleRun(dtype="bfloat16"), mesh, 0, 1, trained=False, head="value")
     found = engine.values(rows()["prompts"], rows()["responses"]).values
@@ -165,10 +79,3 @@ def test_the_head_is_not_rounded_with_the_model(mesh):
     assert found.dtype == torch.float32
     assert (found != found.bfloat16().float()).any()
     assert torch.allclose(found, exact.values(rows()["prompts"], rows()["responses"]).values, atol=0.05)
-
-
-def test_no_rows_are_no_values(mesh):
-    engine = FSDPEngine(built(), RoleRun(), mesh, 0, 1, trained=False, head="value")
-    empty = rows().slice(0, 0)
-    assert len(engine.values(empty["prompts"], empty["responses"]).values) == 0
-    assert engine.scores(empty["prompts"], empty["responses"]).shape == (0,)

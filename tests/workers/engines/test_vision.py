@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from training import row_logprobs
 from transformers import AutoImageProcessor, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
@@ -19,7 +20,7 @@ from workers.encode import NO_IMAGE
 from workers.engines.embedded import EMBEDDED_IMAGE_PROCESSOR, IMAGE_ID, build_model
 from workers.engines.hf import HFRollout
 from workers.engines.policy import Policy, inputs_of
-from workers.engines.vision import ImageProcessor, attach_images, image_inputs, position_inputs, same_as_previous
+from workers.engines.vision import ImageProcessor, attach_images, image_inputs, same_as_previous
 
 SIZES = ((32, 32), (16, 48), (32, 32), (48, 16), (17, 30))
 
@@ -60,11 +61,9 @@ def examples() -> tuple[Ragged, Ragged]:
 
 def plain(model, prompt: torch.Tensor, images: Ragged, response: torch.Tensor) -> torch.Tensor:
     """One row, the whole sequence in one forward, positions by the library."""
-    tokens = torch.cat([prompt, response])[None]
     seen = image_inputs(model, Ragged.from_rows([images]))
-    kinds = {"mm_token_type_ids": (tokens == IMAGE_ID).int()} if seen else {}
-    logits = model(input_ids=tokens, **seen, **kinds).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits, -1).gather(1, response[:, None]).squeeze(1)
+    kinds = {"mm_token_type_ids": (torch.cat([prompt, response])[None] == IMAGE_ID).int()} if seen else {}
+    return row_logprobs(model, prompt, response, **seen, **kinds)
 
 
 @pytest.mark.parametrize("image_processor", [EMBEDDED_IMAGE_PROCESSOR, ImageProcessor(patch=14, merge=2),
@@ -130,17 +129,3 @@ def test_the_rollout_agrees_with_plain_forwards_and_generate(model):
         theirs = model.generate(prompt[None], max_new_tokens=9, do_sample=False, eos_token_id=2, pad_token_id=0, **seen,
                                 **kinds)[0]
         assert ours.tolist() == theirs[len(prompt) :].tolist()
-
-
-def test_positions_of_an_image_are_rows_and_columns(model):
-    """3 tokens of text, an image of 2 × 3 tokens, 2 of text: the max_pixels position of the image is 3 + 2."""
-    tokens = torch.tensor([[0, 7, 8, 9, *[IMAGE_ID] * 6, 10, 11]])
-    mask = (torch.arange(12) >= 1).long()[None]
-    image = Ragged(torch.zeros(32 * 48, 3, dtype=torch.uint8), torch.full((32,), 48))
-    places, following = position_inputs(model, tokens, mask,
-                                        image_inputs(model, Ragged.from_rows([Ragged.from_rows([image])])))
-    times, rows, columns = places["position_ids"][:, 0, 1:].tolist()
-    assert times == [0, 1, 2, 3, 3, 3, 3, 3, 3, 6, 7]
-    assert rows == [0, 1, 2, 3, 3, 3, 4, 4, 4, 6, 7]
-    assert columns == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7]
-    assert following.tolist() == [8]

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
+from columns import random_rows
+from reported import reported
 from training import built
 
 from distflow.config.run import Generation
 from distflow.contracts.decorators import Turn
 from distflow.data.batch import Batch, Ragged
-from distflow.errors import InvalidInput, RewardsFailed
+from distflow.errors import InvalidInput
 from distflow.telemetry import heartbeat
-from distflow.telemetry.events import Events
-from distflow.telemetry.metrics import current
 from distflow.telemetry.trajectories import trajectories
 from workers.engines.chat import TurnTemplate, sampled_text
-from workers.engines.embedded import ASSISTANT, build_model, build_tokenizer
+from workers.engines.embedded import ASSISTANT
 from workers.engines.hf import HFRollout
 from workers.engines.policy import Policy, inputs_of
 from workers.engines.rollout import TurnLog
-from workers.engines.shared_engine import EngineStopped, SharedEngine
 from workers.functions import conversation
 from workers.functions.conversation import converse
-from workers.functions.trajectory import recorded_in, rows_of
-from workers.isolation import env_service, user_code
+from workers.functions.trajectory import recorded_in
+from workers.isolation import env_service
 
 SOURCE = '''
 import time
@@ -92,31 +89,15 @@ class Moody(Echo):
 COLUMNS = ("responses", "mask", "logprobs", "versions", "completions", "rewards", "turns", "finished", "keep")
 
 
-@pytest.fixture
-def role(tmp_path, monkeypatch):
-    """What a conversation needs of a role: a model that samples, and its tokenizer."""
+@pytest.fixture(autouse=True)
+def _environments(tmp_path, monkeypatch):
     (tmp_path / "echoes.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    tokenizer = build_tokenizer(["a question and an answer"])
-    model = build_model(len(tokenizer), 0, layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32)
-    settings = SimpleNamespace(generation=Generation(max_new_tokens=6))
-    rollout = HFRollout(model, settings.generation, tokenizer.pad_token_id, [tokenizer.eos_token_id, *range(5, 60)])
-    rollout.version = 4
-    yield SimpleNamespace(
-        tokenizer=tokenizer, settings=settings, rollout=rollout, model=model, step=0, stream=0,
-        template_options={}, end_tokens=rollout.end_tokens.tolist(), routed_experts=lambda *_: (),
-        converse=lambda prompts, ids, repeats, limit: contextlib.nullcontext((
-            rollout.session(3, keep_cache=True), rollout.rows(prompts, repeats, ids, limit))),
-        decode=lambda tokens: [sampled_text(tokenizer, row.tolist(), [*range(5, 60)]) for row in tokens.rows])
-    current().collect(lambda mine: [mine])
-    env_service.close_all()
-    user_code._streaks.clear()
 
 
 @pytest.fixture
 def prompts():
-    generator = torch.Generator().manual_seed(5)
-    return Ragged.from_rows([torch.randint(5, 260, (length,), generator=generator) for length in (6, 3, 9)])
+    return random_rows(6, 3, 9, seed=5)
 
 
 def converse_with(role, prompts, fates=("", "", ""), **settings):
@@ -125,7 +106,7 @@ def converse_with(role, prompts, fates=("", "", ""), **settings):
     return SimpleNamespace(**dict(zip(COLUMNS, values, strict=True)))
 
 
-def test_what_is_written_fits_together(role, prompts):
+def test_converse_columns_agree_with_turns_and_observations(role, prompts):
     found, between = converse_with(role, prompts), TurnTemplate(role.tokenizer, role.rollout.end_tokens.tolist())
     assert found.turns.tolist() == [3] * 6
     assert found.rewards.tolist() == [3.0] * 6
@@ -144,7 +125,7 @@ def test_what_is_written_fits_together(role, prompts):
     assert role.decode(found.responses) == found.completions
 
 
-def test_each_turn_has_the_variables_of_the_template(role, prompts):
+def test_converse_passes_template_variables_to_each_turn(role, prompts):
     role.tokenizer.chat_template += "{{ effort }}"
     role.template_options = {"effort": "low"}
     found = converse_with(role, prompts)
@@ -164,42 +145,20 @@ def _runs(tokens: list[int], mask: list[bool]) -> list[list[int]]:
     return runs
 
 
-def test_the_trainer_agrees_on_every_sampled_token(role, prompts):
-    found = converse_with(role, prompts)
-    repeated = prompts.select(torch.arange(3).repeat_interleave(2))
-    with torch.no_grad():
-        logprobs, _ = Policy(role.model)(*inputs_of(repeated, found.responses, 0, torch.device("cpu")), 1.0)
-    mask = found.mask.values
-    assert (logprobs - found.logprobs.values)[mask].abs().max() < 1e-5
-    assert (logprobs - found.logprobs.values)[~mask].abs().min() > 1e-3  # what was observed counts for nothing
-
-
-def test_the_tokens_do_not_depend_on_company_or_on_the_kept_past(role, prompts):
-    """Or on how many turns others take, and in which order their environments answer."""
-    role.model.double()
+def test_converse_limits_turns_and_tokens(role, prompts):
     whole = converse_with(role, prompts)
-    role.rollout.generation = Generation(max_new_tokens=6, batch_rows=2)
-    few = converse_with(role, prompts)
-    assert whole.responses.values.tolist() == few.responses.values.tolist()
-    alone = converse(role, prompts.slice(1, 2), torch.tensor([1]), environment="echoes:Echo", group_size=2,
-                     max_tokens=200, questions=["two"], fate=[""])
-    assert alone[0].values.tolist() == whole.responses.slice(2, 4).values.tolist()
-
-
-def test_limits_of_turns_and_tokens(role, prompts):
-    whole = converse_with(role, prompts)
-    current().collect(lambda mine: [mine])
+    reported()
     short = converse_with(role, prompts, max_turns=2)
-    metrics = current().collect(lambda mine: [mine])
+    metrics = reported()
     assert short.turns.tolist() == [2] * 6
     assert whole.finished.any()
     assert not short.finished.any(), "the environment would have gone on"
     assert (metrics["response/truncated"], metrics.get("environment/cut", 0)) == (1, 0)
     assert converse_with(role, prompts, max_turns=3).finished.tolist() == whole.finished.tolist()
     assert converse_with(role, prompts, environment_settings={"turns": 1}).turns.tolist() == [1] * 6
-    current().collect(lambda mine: [mine])
+    reported()
     cut = converse_with(role, prompts, fates=("", "long", ""), max_tokens=60)
-    metrics = current().collect(lambda mine: [mine])
+    metrics = reported()
     assert cut.turns.tolist() == [3, 3, 1, 1, 3, 3]
     assert cut.keep.all()
     assert not cut.finished[2:4].any()
@@ -208,48 +167,6 @@ def test_limits_of_turns_and_tokens(role, prompts):
     assert converse_with(role, prompts, max_tokens=4).responses.lengths.max() <= 4
     short = converse_with(role, prompts, max_new_tokens=1)
     assert [sum(mask.tolist()) for mask in short.mask.rows] == [3] * 6
-
-
-def test_a_trajectory_that_failed_is_left_out_and_said(role, prompts, capsys):
-    found = converse_with(role, prompts, fates=("", "break", ""))
-    metrics = current().collect(lambda mine: [mine])
-    assert found.keep.tolist() == [True, True, False, False, True, True]
-    assert found.turns.tolist() == [3, 3, 2, 2, 3, 3]
-    assert (metrics["environment/failed"], metrics["environment/timeouts"]) == (2, 0)
-    assert metrics["environment/reward"] == 3.0
-    assert (metrics["environment/reward_std"], metrics["environment/zero_std_groups"]) == (0.0, 1.0)
-    assert not any(mask.any() for mask in found.mask.rows[2:4])
-    printed = capsys.readouterr().err
-    assert "2 of 6 trajectories failed and are left out; 2 of them, as row 2: OSError: the tool is gone" in printed
-    assert printed.count("environment `echoes:Echo`") == 1
-
-
-def test_an_environment_that_always_fails_ends_the_run(role, prompts):
-    for role.step in range(2):
-        converse_with(role, prompts, fates=("break",) * 3)
-    role.step = 2
-    converse_with(role, prompts, fates=("", "break", "break"))
-    for role.step in (3, 4):
-        converse_with(role, prompts, fates=("break",) * 3)
-    role.step = 5
-    with pytest.raises(RewardsFailed, match="every trajectory of 3 steps in a row.*the tool is gone"):
-        converse_with(role, prompts, fates=("break",) * 3)
-
-
-def test_prompts_that_come_one_by_one_make_no_steps_of_their_own():
-    """Of three steps that are under way together, one prompt each has failed: that is no reason to end."""
-    counted = user_code.FailureStreak()
-    for step in (0, 0, 0, 0):
-        counted.count(step, 8, failed=1)
-    found = [counted.count(step, 8, failed=8) for step in (1, 2, 3, 1, 1, 1, 2, 2, 2, 3, 3, 3)]
-    assert found == [pytest.approx(0.25 * count) for count in range(1, 13)]
-    assert counted.count(4, 8, failed=7) == 0
-
-
-def test_no_rows(role):
-    empty = Ragged.from_rows([])
-    values = converse(role, empty, torch.empty(0, dtype=torch.int64), environment="echoes:Echo", questions=[], fate=[])
-    assert [len(value) for value in values] == [0] * len(COLUMNS)
 
 
 class Late:
@@ -277,7 +194,7 @@ class Late:
     def end(self, row): ...
 
 
-def test_other_rows_are_sampled_while_an_environment_works(role, prompts, monkeypatch):
+def test_converse_samples_other_rows_while_an_environment_works(role, prompts, monkeypatch):
     """The rows with a quick environment come to their ends before any of the slow ones has answered once."""
     log = []
     late = Late(log)
@@ -292,53 +209,43 @@ def test_other_rows_are_sampled_while_an_environment_works(role, prompts, monkey
     assert all(log[:first_late].count(("ask", row)) == 1 for row in (1, 3, 5))
 
 
-def test_turns_are_on_disk_as_soon_as_they_are_over(role, prompts, tmp_path, monkeypatch):
+def test_converse_writes_each_turn_once_and_at_its_end(role, prompts, tmp_path, monkeypatch):
+    """Also by a worker that samples them again."""
     path = tmp_path / "trajectories/rank0.jsonl"
     trajectories().open(path, rows=4)
     role.step = 6
-    trajectories().write(6, 0, {"turn": 0, "observation": 'You are, "seconds" away'})
-    seen = []
+    beginning = {"turn": 0, "observation": 'You are, "seconds" away'}
+    trajectories().write(6, 0, beginning)
+    seen, open_session = [], role.rollout.session
 
-    def lines() -> list[dict]:
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    def session(*given, **more):
+        opened = open_session(*given, **more)
+        step = opened.step
+        opened.step = lambda: seen.append(len(path.read_text())) or step()
+        return opened
 
-    step = role.rollout.session
-    monkeypatch.setattr(role.rollout, "session", lambda *words, **more: _watched(step(*words, **more), seen, lines))
+    monkeypatch.setattr(role.rollout, "session", session)
     found = converse_with(role, prompts)
     try:
-        rows = lines()
-        assert 0 < max(seen[:-1]) < len(rows)
-        assert {line["row"] for line in rows} == {0, 1, 2, 3}
-        for row in {line["row"] for line in rows}:
-            mine = [line for line in rows if line["row"] == row]
-            mine = mine[row == 0 :]
-            assert [line["turn"] for line in mine] == [1, 2, 3]
+        assert seen[0] < max(seen[:-1]) < len(path.read_text())
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in range(4):
+            mine = [line for line in rows if line["row"] == row and line["turn"]]
+            assert [(line["turn"], line["step"]) for line in mine] == [(1, 7), (2, 7), (3, 7)]
             assert sum(line["reward"] for line in mine) == 3.0
             assert sum(line["tokens"] for line in mine) == int(found.mask.rows[row].sum())
-            assert mine[-1] == {**mine[-1], "step": 7, "done": True}
-            assert all(line["seconds"] >= 0 for line in mine)
+            assert mine[-1]["done"]
         trajectories().open(path, rows=4)
         trajectories().written.clear()
         converse_with(role, prompts)
-        trajectories().write(6, 0, {"turn": 0, "observation": 'You are, "seconds" away'})
-        assert lines() == rows, "a worker that samples them again writes them no second time"
+        trajectories().write(6, 0, beginning)
+        assert len(path.read_text().splitlines()) == len(rows)
         trajectories().write(6, 1, {"turn": 0, "observation": "on"})
-        assert len(lines()) == len(rows) + 1, "but another beginning it does"
+        assert len(path.read_text().splitlines()) == len(rows) + 1, "another beginning is written"
         trajectories().open(path, rows=4, resumed_at=6)
-        assert lines() == []
+        assert path.read_text() == ""
     finally:
         trajectories().__init__()
-
-
-def _watched(session, seen, lines):
-    step = session.step
-
-    def watched():
-        seen.append(len(lines()))
-        return step()
-
-    session.step = watched
-    return session
 
 
 GUIDE = '''
@@ -371,7 +278,7 @@ class LateGuide(Guide):
 
 
 @pytest.mark.parametrize("name", ["guides:Guide", "guides:LateGuide"])
-def test_an_environment_may_begin(role, prompts, tmp_path, name):
+def test_converse_shows_the_first_observation_of_an_environment(role, prompts, tmp_path, name):
     """What it shows stands in the prompt before the marker of the answer, once for all rows of the prompt."""
     (tmp_path / "guides.py").write_text(GUIDE)
     trajectories().open(tmp_path / "trajectories/rank0.jsonl", rows=3)
@@ -393,16 +300,7 @@ def test_an_environment_may_begin(role, prompts, tmp_path, name):
     assert (repeated - columns[2].values)[columns[1].values].abs().max() < 1e-5
 
 
-def test_beginnings_share_processes_however_many_prompts_there_are(role, tmp_path):
-    """Also of an environment whose conversations have a process each."""
-    (tmp_path / "guides.py").write_text(GUIDE)
-    asked = Ragged.from_rows([torch.tensor(role.tokenizer.encode(ASSISTANT))] * 3)
-    *_, begun = converse(role, asked, torch.arange(3), environment="guides:LateGuide", max_tokens=200, processes=1,
-                         questions=["one"] * 3, fate=["process"] * 3)
-    assert len({tuple(row.tolist()) for row in begun.rows}) == 1
-
-
-def test_beginnings_that_are_none(role, prompts, tmp_path, capsys):
+def test_converse_leaves_out_rows_whose_environment_fails_to_begin(role, prompts, tmp_path, capsys):
     (tmp_path / "guides.py").write_text(GUIDE)
     given = {"environment": "guides:Guide", "questions": ["one"] * 3, "fate": ["long", "odd", "break"]}
     with pytest.raises(InvalidInput, match="the last message of the data must be the user's"):
@@ -440,15 +338,6 @@ class Log(TurnLog):
 
 
 @pytest.fixture
-def happened(tmp_path, monkeypatch):
-    """The events of a kind."""
-    path, told = tmp_path / "events.jsonl", Events()
-    told.open(path, 0)
-    monkeypatch.setattr("distflow.telemetry.events._current", told)
-    return lambda kind: [event for event in map(json.loads, path.read_text().splitlines()) if event["event"] == kind]
-
-
-@pytest.fixture
 def resumable(role, prompts):
     """Converse with a log, one row at a time, in processes of its own."""
     role.rollout.generation = Generation(max_new_tokens=6, batch_rows=1)
@@ -474,7 +363,7 @@ def columns_of(found):
 
 @pytest.mark.parametrize("kind", ["Echo", "Stateless", "Snapshot"])
 @pytest.mark.parametrize("appends", [True, False], ids=["appended", "replaced"])
-def test_a_conversation_goes_on_at_the_turn_where_it_was_lost(resumable, happened, appends, kind):
+def test_converse_resumes_at_the_turn_where_a_worker_died(resumable, recorded, appends, kind):
     """Also where the one that goes on is lost too: with the tokens of one that was not."""
     whole, log, found = resumable(Log(appends), environment=f"echoes:{kind}"), Log(appends), None
     while found is None:
@@ -482,13 +371,13 @@ def test_a_conversation_goes_on_at_the_turn_where_it_was_lost(resumable, happene
         with contextlib.suppress(Killed):
             found = resumable(log, environment=f"echoes:{kind}")
     assert columns_of(whole) == columns_of(found)
-    turns = [sum(event["turns"]) for event in happened("conversations_resumed")]
+    turns = [sum(event["turns"]) for event in recorded("conversations_resumed")]
     assert turns
     assert turns == sorted(set(turns)), "each goes on where the one before stood"
-    assert happened("environment_differs") == []
+    assert recorded("environment_differs") == []
 
 
-def test_conversations_that_are_not_read_again_are_counted_as_unrouted(role, resumable):
+def test_converse_counts_resumed_rows_without_experts(role, resumable):
     model = built(vocabulary=len(role.tokenizer), architecture="qwen3_moe", mixture=(8, 3))
     role.settings.generation = Generation(max_new_tokens=6, batch_rows=1, routing_replay=True)
     rollout, role.rollout.model = HFRollout(model, role.settings.generation, 0, role.end_tokens), model
@@ -497,13 +386,13 @@ def test_conversations_that_are_not_read_again_are_counted_as_unrouted(role, res
         resumable(log)
     over = sum(each.events.count(b"answered") == 3 for each in recorded_in(log.recorded()).values())
     log.left = 1 << 30
-    current().collect(lambda mine: [mine])
+    reported()
     resumable(log)
-    metrics = current().collect(lambda mine: [mine])
+    metrics = reported()
     assert 0 < metrics["environment/unrouted"] == over < metrics["environment/resumed"]
 
 
-def test_a_failure_stands(resumable):
+def test_converse_resume_keeps_failures(resumable):
     fates = ("", "break", "")
     whole, log = resumable(Log(False), fates=fates), Log(False, left=7)
     with contextlib.suppress(Killed):
@@ -514,16 +403,16 @@ def test_a_failure_stands(resumable):
     assert found.keep.tolist() == [True, True, False, False, True, True]
 
 
-def test_an_environment_that_answers_otherwise_goes_on_from_there(resumable, happened, role):
+def test_converse_resume_continues_from_another_answer_of_the_environment(resumable, recorded, role):
     """What the model said up to that answer stays; what followed is sampled again."""
     log = Log(False, left=1)
     with contextlib.suppress(Killed):
         resumable(log, environment="echoes:Moody", group_size=1)
     before, log.left = recorded_in(log.recorded()), 1 << 30
     found = resumable(log, environment="echoes:Moody", group_size=1)
-    differing = {event["row"]: event["turn"] for event in happened("environment_differs")}
+    differing = {event["row"]: event["turn"] for event in recorded("environment_differs")}
     assert set(differing.values()) == {1}
-    assert current().collect(lambda mine: [mine])["environment/differs"] == len(differing)
+    assert reported()["environment/differs"] == len(differing)
     for row in differing:
         first = found.mask.rows[row].tolist().index(False)
         assert found.responses.rows[row][:first].tolist() == before[row].tokens[:first].tolist()
@@ -532,7 +421,7 @@ def test_an_environment_that_answers_otherwise_goes_on_from_there(resumable, hap
     assert found.rewards.tolist() == [3.0, 3.0, 3.0]
 
 
-def test_what_is_handed_over_has_turns_that_wait_for_their_answers(resumable):
+def test_converse_resume_takes_over_turns_without_an_answer(resumable):
     """As where a trainer stops to sample, and others go on."""
     whole = resumable(Log(False))
     for left in (1, 5, 9):
@@ -542,32 +431,3 @@ def test_what_is_handed_over_has_turns_that_wait_for_their_answers(resumable):
         log.session.abort()
         log.rows, log.left = [log.under_way()], 1 << 30
         assert columns_of(whole) == columns_of(resumable(log))
-
-
-def test_a_loop_that_ends_waits_for_no_tool(role, prompts, tmp_path):
-    """As where a trainer stops to sample: the others ask the tool again."""
-    shared, over, asked = SharedEngine(role.rollout), threading.Event(), tmp_path / "asked"
-    role.converse = lambda prompts, ids, repeats, limit: contextlib.nullcontext((
-        shared.session(3, keep_cache=True), shared.rows(prompts, repeats, ids, limit)))
-    log, found = Log(False), None
-    with ThreadPoolExecutor(2) as threads:
-        driver = threads.submit(shared.drive, over.is_set)
-        opened = shared.session
-
-        def session(*words, **more):
-            caller = opened(*words, **more)
-            caller.turn_log = log
-            return caller
-
-        shared.session = session
-        found = threads.submit(converse, role, prompts.slice(0, 1), torch.arange(1), environment="echoes:Echo",
-                               step_seconds=3600.0, questions=[str(asked)], fate=["sleep"])
-        while not asked.exists() and not found.done():
-            threading.Event().wait(0.01)
-        over.set()
-        driver.result(60.0)
-        with pytest.raises(EngineStopped):
-            found.result(60.0)
-    assert len(rows_of([], [])) == 0, "where no turn of a prompt is over"
-    handed = recorded_in(log.under_way())[0]
-    assert b"sampled" in handed.events.rpartition(b"answered")[2], "the turn that waits for its answer is there"

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from reported import reported
 
 from distflow.config.load import load
 from distflow.data.batch import Batch, Ragged
@@ -40,7 +41,7 @@ def chosen(quantile: float, ranks: int) -> tuple[list[bool], dict]:
     """Whether each of this rank's tokens is high, of rows dealt out in an uneven way."""
     rows = all_rows()
     mine = rows.slice(0, 7) if dist.get_rank() else rows.slice(7 if ranks > 1 else 0, 40)
-    current().collect(lambda part: [part])
+    reported()
     found = high_entropy(Summed(), mine, quantile)["high_entropy"].values.tolist()
     return found, current().collect(gather)
 

@@ -82,7 +82,7 @@ def gone(process: int) -> bool:
     ("sys.exit(3)", "ended with code 1"), ("os._exit(3)", "ended with code 3"), ("os._exit(0)", "ended with code 0"),
     ("os.kill(os.getpid(), 9)", "was killed by SIGKILL (out of memory?)"),
     ("os.kill(os.getpid(), 15)", "was killed by SIGTERM")])
-def test_nothing_is_left_of_a_child_that_ends(pool, end, reason):
+def test_call_pool_ends_hidden_descendants_of_a_child(pool, end, reason):
     """Though the hidden process keeps the child's socket open, and the rank does nothing but wait."""
     child, other = pool.fork(), pool.fork()
     ask(child, end)
@@ -94,7 +94,7 @@ def test_nothing_is_left_of_a_child_that_ends(pool, end, reason):
     assert next_of(pool) == ([{"call": 0}], "")
 
 
-def test_where_a_child_once_stood_is_not_where_it_crashed(pool):
+def test_call_pool_names_no_old_location_as_that_of_a_crash(pool):
     child = pool.fork()
     ask(child, "time.sleep(3600)", hides=False)
     until = time.monotonic() + 60
@@ -105,7 +105,7 @@ def test_where_a_child_once_stood_is_not_where_it_crashed(pool):
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_nothing_is_left_whatever_interrupts_the_end(pool, closed):
+def test_call_pool_ends_descendants_however_its_end_is_interrupted(pool, closed):
     ask(pool.fork(), "time.sleep(3600)")
     hidden = hidden_of(pool)
     if closed:
@@ -117,7 +117,7 @@ def test_nothing_is_left_whatever_interrupts_the_end(pool, closed):
         pool.fork()
 
 
-def test_nothing_is_left_when_a_call_kills_the_fork_server(pool):
+def test_call_pool_ends_descendants_of_a_call_that_kills_the_fork_server(pool):
     ask(pool.fork(), "time.sleep(1); os.kill(os.getppid(), 9); time.sleep(3600)")
     hidden = hidden_of(pool)
     with pytest.raises(ForkServerLost, match="with code -9"):
@@ -126,7 +126,7 @@ def test_nothing_is_left_when_a_call_kills_the_fork_server(pool):
     assert gone(hidden)
 
 
-def test_a_fork_server_that_dies_as_it_starts_counts_as_lost(pool, tmp_path):
+def test_call_pool_counts_a_fork_server_that_dies_at_its_start_as_lost(pool, tmp_path):
     """So that a reward's pool tries again: memory may have run out."""
     (tmp_path / "my_handler.py").write_text("import os; os.kill(os.getpid(), 9)")
     pool.stop()
@@ -136,14 +136,14 @@ def test_a_fork_server_that_dies_as_it_starts_counts_as_lost(pool, tmp_path):
     assert pool.fork().pid in pool.forked
 
 
-def test_a_stopped_fork_server_ends_all_the_same(pool):
+def test_call_pool_ends_a_stopped_fork_server(pool):
     ask(pool.fork(), "os.kill(os.getppid(), signal.SIGSTOP); time.sleep(3600)")
     hidden = hidden_of(pool)
     pool.stop()
     assert gone(hidden)
 
 
-def test_shared_memory_is_measured_while_children_come_and_go(pool):
+def test_call_pool_measures_shared_memory_while_children_come_and_go(pool):
     child = pool.fork()
     ask(child, "file = os.memfd_create('x')\nwhile True: os.write(file, bytes(1 << 20))", hides=False)
     deadline = time.monotonic() + 60
@@ -169,7 +169,7 @@ time.sleep(3600)
 """
 
 
-def test_files_of_a_killed_child_in_shared_memory_are_removed_and_those_of_others_stay(pool):
+def test_call_pool_removes_shared_memory_files_of_a_killed_child_alone(pool):
     names = [f"/dev/shm/{kind}{uuid.uuid4().hex}" for kind in ("psm_",) * 5 + ("distflow-test-",)]
     opened, mapped, earlier, shared, read, named = files = [*map(Path, names)]
     try:

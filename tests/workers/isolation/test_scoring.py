@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from distflow.contracts.rewards import Term
 from distflow.errors import EngineError, InvalidInput, RewardsFailed
 from distflow.telemetry.metrics import Metrics, current
-from workers.isolation.rewards_pool import FailedSample
-from workers.isolation.scoring import Reference, Scorer, _combine, find_reward, report
+from workers.isolation.scoring import Reference, Scorer, find_reward, report
 
 MODULE = '''
 from distflow import reward
@@ -77,12 +71,6 @@ def score(module):
     return score
 
 
-def test_one_reward(score):
-    scores = score("number", completions=["1", "2.5"])
-    assert (scores.rewards, scores.keep) == ([1.0, 2.5], [True, True])
-    assert scores.of_term == {"number": [1.0, 2.5]}
-
-
 def test_sums_and_weights(score):
     completions = ["1", "20"]
     assert score(["number", "size"], completions=completions).rewards == [2.0, 22.0]
@@ -145,10 +133,6 @@ def test_a_row_of_which_one_reward_fails_is_left_out(score):
     assert "\n" not in said
 
 
-def test_nothing_is_said_when_nothing_fails(score):
-    assert report(score("number", completions=["1"]), [100]) == ""
-
-
 def test_a_run_without_any_reward_ends_after_some_steps(score):
     scorer = Scorer({"number": 1.0, "never": 1.0}, patience=3)
     for step in range(2):
@@ -185,24 +169,6 @@ def test_parts_of_a_step_are_no_steps(score):
 def test_timeout_and_retries_of_the_recipe_come_before_those_of_the_function(score):
     scores = score({"number": {"retries": 3}}, completions=["x", "1"])
     assert (scores.retried, scores.keep) == (3, [False, True])
-
-
-NUMBERS = st.floats(-1e6, 1e6)
-
-
-@given(weights=st.lists(NUMBERS, min_size=1, max_size=4), data=st.data())
-def test_sums_are_exact_and_failures_take_their_row_alone(weights, data):
-    terms = tuple(Term(f"r{number}", weight, path=(number,)) for number, weight in enumerate(weights))
-    row = st.lists(st.one_of(NUMBERS, st.none()), min_size=len(terms), max_size=len(terms))
-    table = data.draw(st.lists(row, max_size=6))
-    results = {(number, place): FailedSample("x") if value is None else value
-               for place, values in enumerate(table) for number, value in enumerate(values)}
-    scores = _combine([terms] * len(table), {term.path: term.path[0] for term in terms}, results)
-    for place, values in enumerate(table):
-        assert scores.keep[place] == (None not in values)
-        expected = math.fsum(w * v for w, v in zip(weights, values)) if scores.keep[place] else 0.0
-        assert scores.rewards[place] == pytest.approx(expected, rel=1e-6, abs=1e-3)
-    assert len(scores.failures) == sum(value is None for values in table for value in values)
 
 
 def test_a_broken_recipe_is_refused():

@@ -5,60 +5,35 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from engines.families import VOCABULARY, build, tiny
 from ranks import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from training import role_of, role_spec
+from transformers import MistralConfig
 
 from distflow.config.run import Data, Lora, RoleRun
 from distflow.data.batch import Batch
 from distflow.errors import EngineError, InvalidInput
-from distflow.plan import Layout
 from workers.engines import attention
 from workers.engines.embedded import build_tokenizer
 from workers.engines.packing import Packing
-from workers.engines.role_engines import Meshes, RoleEngines
 from workers.preflight.model import ModelProofs, ProofRows
 from workers.preflight.proofs import Preflight
 
 pytestmark = pytest.mark.usefixtures("alone")
-SIZES = {"vocab_size": 270, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-MODELS = {
-    "llama": {}, "qwen2": {}, "tied": {"kind": "llama", "tie_word_embeddings": True},
-    "gemma2": {"attn_logit_softcapping": 1.0},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": None, "sliding_window": 16},
-    "granite_swa": {},
-    "mistral": {"sliding_window": 16}, "granite": {"logits_scaling": 4.0}, "qwen3_moe": EXPERTS | {"num_experts": 4},
-    "glm4_moe": EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}}
+MODELS = ("llama", "qwen2", "tied", "gemma2", "gpt_oss", "granite_swa", "mistral", "granite", "qwen3_moe", "glm4_moe")
 
 
 def started(name="llama", lora=None, dtype=torch.float32):
     """A role's engines on all ranks, and the proofs that a run begins with."""
-    torch.manual_seed(0)
-    settings = {**SIZES, **MODELS[name]}
-    config = CONFIG_MAPPING[settings.pop("kind", name)](**settings)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.ndim > 1 or "bias" in key:
-            tensor.data.normal_(0, 0.2)
-    model = model.to(dtype)
-    tokenizer, mesh = build_tokenizer(["one two"]), init_device_mesh("cpu", (dist.get_world_size(),))
-    run = SimpleNamespace(seed=0, steps=10, data=Data(train="", max_prompt_tokens=32, max_target_tokens=16))
-    role_run = RoleRun(lora=lora, learning_rate=1e-2, generation={"max_new_tokens": 12})
-    roles = {"actor": SimpleNamespace(trained=True, follow=None, head="lm")}
-    spec = SimpleNamespace(dag=SimpleNamespace(roles=roles), run=run, model_of=lambda _: None,
-                           shape_of=lambda _: None,
-                           settings_of=lambda _: role_run)
-    proofs = ModelProofs(spec, resumed=False)
+    model = build("llama" if name == "tied" else name).to(dtype)
+    if name == "tied":
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+    tokenizer = build_tokenizer(["one two"])
+    settings = RoleRun(lora=lora, learning_rate=1e-2, generation={"max_new_tokens": 12})
+    proofs = ModelProofs(role_spec(settings), resumed=False)
     proofs.look("actor", model, tokenizer)
-    role = RoleEngines("actor", model, tokenizer, role_run, Meshes(mesh, mesh, Layout(dist.get_world_size())), spec, 0)
-    return role, proofs
-
-
-@pytest.fixture
-def start():
-    return started
+    return role_of(model, tokenizer, settings), proofs
 
 
 def update(role):
@@ -69,12 +44,12 @@ def update(role):
 
 
 ROWS = ProofRows.of(SimpleNamespace(run=SimpleNamespace(data=Data(train="", max_prompt_tokens=32))),
-                    CONFIG_MAPPING["llama"](**SIZES), build_tokenizer(["one two"]), 12)
+                    tiny("llama"), build_tokenizer(["one two"]), 12)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_right_engines_pass_at_the_start_and_after_an_update(start, name):
-    role, proofs = start(name)
+def test_right_engines_pass_at_the_start_and_after_an_update(name):
+    role, proofs = started(name)
     account = Preflight()
     proofs.at_start({"actor": role}, account)
     assert account.proved == {"models": 3}
@@ -109,10 +84,10 @@ def shift_positions(patch):
     ("gemma2", drop_sinks_and_soft_caps, "its attention or its head differs"),
     ("granite_swa", drop_sinks_and_soft_caps, "attention"), ("llama", scale_wrongly, "attention"),
     ("llama", show_another_prompt, "packing"), ("llama", shift_positions, "attention")])
-def test_faults_of_the_code_are_found(start, monkeypatch, name, fault, says):
+def test_faults_of_the_code_are_found(monkeypatch, name, fault, says):
     fault(monkeypatch)
     monkeypatch.setattr("workers.engines.policy._PADDING", 0)  # as on a GPU, where all rows are packed
-    role, proofs = start(name)
+    role, proofs = started(name)
     with pytest.raises(InvalidInput, match=f"`engine: fsdp`: it computes other log-probabilities.*{says}"):
         proofs.at_start({"actor": role}, Preflight())
 
@@ -131,16 +106,16 @@ FAULTS = {
     "another rope base": ("llama", lambda role: rotary(role).inv_freq.pow_(1.1)),
     "rope in half precision": ("llama", lambda role: rotary(role).inv_freq.copy_(rotary(role).inv_freq.bfloat16())),
     "an untied head": ("tied", lambda role: role.engine.policy.model.set_output_embeddings(
-        torch.nn.Linear(64, 270, bias=False))),
+        torch.nn.Linear(64, VOCABULARY, bias=False))),
     "a missing bias": ("qwen2", lambda role: weight(role, "model.layers.1.self_attn.q_proj.bias").data.zero_()),
     "logits without their scale": ("granite", lambda role: setattr(role.engine.policy, "head_alone", True)),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_of_what_was_loaded_are_found(start, fault):
+def test_faults_of_what_was_loaded_are_found(fault):
     name, plant = FAULTS[fault]
-    role, proofs = start(name)
+    role, proofs = started(name)
     with torch.no_grad():
         plant(role)
     with pytest.raises(InvalidInput, match=r"than the model( that transformers loads|'s own code)"):
@@ -153,8 +128,8 @@ def load_half(role):
         ((name, whole) for name, whole in weights if "lora_B" not in name), version)
 
 
-def test_an_old_policy_that_samples_on_is_found_after_the_first_update(start):
-    role, proofs = start()
+def test_an_old_policy_that_samples_on_is_found_after_the_first_update():
+    role, proofs = started()
     proofs.at_start({"actor": role}, Preflight())
     update(role)
     role.rollout.version = role.version
@@ -162,8 +137,8 @@ def test_an_old_policy_that_samples_on_is_found_after_the_first_update(start):
         proofs.after_update({"actor": role})
 
 
-def test_adapters_of_which_half_are_loaded_sample_nothing(start):
-    role, _ = start(lora=Lora(rank=4))
+def test_adapters_of_which_half_are_loaded_sample_nothing():
+    role, _ = started(lora=Lora(rank=4))
     update(role)
     load_half(role)
     with pytest.raises(EngineError, match=r"role `actor`.* does not hold version 1 .*lora_B.* differs"):
@@ -179,8 +154,8 @@ def test_a_model_of_half_precision_is_computed_as_it_was_loaded_too():
         proofs.at_start({"actor": role}, Preflight())
 
 
-def test_a_rollout_with_other_weights_is_found_at_the_start(start):
-    role, proofs = start()
+def test_a_rollout_with_other_weights_is_found_at_the_start():
+    role, proofs = started()
     role.rollout.weight_buffers()["model.norm.weight"].mul_(1.5)
     with pytest.raises(InvalidInput, match="at its start that the engine which trains does not have"):
         proofs.at_start({"actor": role}, Preflight())
@@ -189,7 +164,7 @@ def test_a_rollout_with_other_weights_is_found_at_the_start(start):
 def test_the_long_row_passes_what_the_configuration_names_as_far_as_the_run_goes():
     spec = SimpleNamespace(run=SimpleNamespace(data=Data(train="", max_prompt_tokens=64, max_target_tokens=8)))
     for window, expected in ((16, 24), (40, 48), (4096, 24)):
-        config = CONFIG_MAPPING["mistral"](**SIZES, sliding_window=window)
+        config = MistralConfig(sliding_window=window)
         rows = ProofRows.of(spec, config, build_tokenizer(["one two"]), 16)
         assert (rows.prompts.lengths + rows.responses.lengths).tolist() == [10, 5, expected]
         assert torch.equal(rows.prompts.rows[0], rows.prompts.rows[1])

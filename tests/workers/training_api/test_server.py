@@ -75,7 +75,7 @@ def post(run, name, kind="application/json", **body):
         "Authorization": f"Bearer {run.server.token}", "Content-Type": kind})
 
 
-def test_a_call_that_is_sent_again_trains_once(run):
+def test_training_server_trains_once_for_a_repeated_call(run):
     answers = [post(run, "forward_backward", data=[ROW], loss_fn="ppo").json() for _ in range(3)]
     assert answers == [{"logprobs": [[-0.25]], "metrics": {"loss:sum": 0.25}}] * 3
     late = {"id": "b", "attempt": run.server.attempt, "step": 0}
@@ -89,7 +89,7 @@ def test_a_call_that_is_sent_again_trains_once(run):
     assert "the run stands at step 1, and the call is of step 0" in old.json()["error"]["message"]
 
 
-def test_retries_share_the_answer_of_a_call_under_way(run):
+def test_training_server_shares_the_answer_of_a_call_in_progress(run):
     run.release.clear()
     found = []
     threads = [threading.Thread(target=lambda: found.append(post(run, "forward_backward", data=[ROW], loss_fn="ppo")))
@@ -112,19 +112,19 @@ def test_retries_share_the_answer_of_a_call_under_way(run):
     ("sample", {"prompts": ["a", "b"], "num_samples": 10**9}, "2000000000 rows are asked for"),
     ("sample", {"prompts": ["x" * 20_000]}, "a body may have 10485 bytes"),
 ])
-def test_what_is_wrong_is_named(run, name, body, words):
+def test_training_server_names_what_is_wrong_in_a_call(run, name, body, words):
     assert words in post(run, name, **body).json()["error"]["message"]
     assert not run.seen
 
 
-def test_json_has_null_for_numbers_that_are_not_finite(run, client):
+def test_training_server_writes_null_for_numbers_that_are_not_finite(run, client):
     run.logprobs = [[-0.5, math.nan, -math.inf]]
     answer = json.loads(post(run, "forward", data=[ROW]).text, parse_constant=pytest.fail)
     assert answer["logprobs"] == [[-0.5, None, None]]
     assert client.forward([ROW]).result()[0][2] == -math.inf, "MessagePack has them"
 
 
-def test_memory_of_an_announced_body_is_taken_as_it_comes(tmp_path):
+def test_training_server_allocates_no_memory_for_announced_bodies(tmp_path):
     training = TrainingServer(TrainingApi(max_body_mib=1024), tmp_path, 0, {})
     head = f"POST /v1/forward HTTP/1.1\r\nAuthorization: Bearer {training.token}\r\nContent-Length: {1 << 30}\r\n" \
            "Expect: 100-continue\r\n\r\n"
@@ -138,26 +138,13 @@ def test_memory_of_an_announced_body_is_taken_as_it_comes(tmp_path):
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
 
-def test_a_token_is_needed_and_only_the_owner_reads_it(run, tmp_path):
+def test_training_server_needs_a_token_that_only_the_owner_reads(run, tmp_path):
     with pytest.raises(distflow.CallRefused, match=r"the token is not this run's"):
         distflow.training_client(run.server.address, "wrong")
     assert (tmp_path / "training_api.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_call_that_fails_takes_those_behind_it_with_it(run, client):
-    run.release.clear()
-    first, second = client.forward_backward([ROW], "none"), client.optim_step()
-    run.release.set()
-    with pytest.raises(distflow.CallRefused, match="there is no loss `none`"):
-        first.result()
-    with pytest.raises(distflow.CallRefused, match="was not sent"):
-        second.result()
-    client.forward_backward([ROW], "ppo").result()
-    assert client.optim_step().result().step == client.step == 1
-    assert run.seen == ["forward_backward", "forward_backward", "optim_step"]
-
-
-def test_a_failure_that_was_not_read_stops_the_step(run, client):
+def test_training_client_sends_no_step_after_an_unread_failure(run, client):
     client.forward_backward([ROW], "ppo")
     refused = client.forward_backward([ROW], "none")
     wait([refused])  # over, and nothing has asked how it went
@@ -172,13 +159,13 @@ def test_a_failure_that_was_not_read_stops_the_step(run, client):
     assert client.optim_step().result().step == 1, "what went wrong is known, and the step is the caller's"
 
 
-def test_numbers_of_arrays_are_sent(run, client):
+def test_training_client_sends_numbers_of_arrays(run, client):
     client.forward_backward([{**ROW, "response": np.array([3]), "advantages": [np.float32(1.0)]}], "ppo").result()
     client.sample([[np.int64(1), 2]]).result()
     assert run.seen == ["forward_backward", "sample"]
 
 
-def test_a_restart_is_told_where_gradients_are_lost_and_only_there(run, client, tmp_path):
+def test_training_client_hears_of_a_restart_only_where_gradients_are_lost(run, client, tmp_path):
     client.forward_backward([ROW], "ppo").result()
     run.die()
     second = Scripted(tmp_path)
@@ -193,7 +180,7 @@ def test_a_restart_is_told_where_gradients_are_lost_and_only_there(run, client, 
     assert third.seen == ["forward_backward"], "nothing was lost, and nothing needs to be sent again"
 
 
-def test_draws_go_on_after_a_restart(run, client, tmp_path):
+def test_training_client_continues_draws_after_a_restart(run, client, tmp_path):
     client.sample([[1], [2]], 3).result()
     run.die()
     second = Scripted(tmp_path)
@@ -204,7 +191,7 @@ def test_draws_go_on_after_a_restart(run, client, tmp_path):
     assert (run.drawn, second.drawn) == ([0], [6, 0])
 
 
-def test_a_step_of_another_client_is_not_taken_for_ones_own(run, client, tmp_path):
+def test_training_client_notices_a_step_of_another_client(run, client, tmp_path):
     other = distflow.training_client(tmp_path, seconds=30)
     other.forward_backward([ROW], "ppo")
     assert other.optim_step().result().step == 1
@@ -215,7 +202,7 @@ def test_a_step_of_another_client_is_not_taken_for_ones_own(run, client, tmp_pat
     other.close()
 
 
-def test_a_call_whose_answer_is_dropped_is_not_made_again(run, monkeypatch):
+def test_training_server_repeats_no_call_whose_answer_is_dropped(run, monkeypatch):
     size = len(post(run, "forward", data=[ROW], id="0").content)
     monkeypatch.setattr(server, "_KEPT_BYTES", 2 * size)
     kept = [post(run, "forward", data=[ROW], id=str(number)).status_code for number in range(4)]
@@ -226,7 +213,7 @@ def test_a_call_whose_answer_is_dropped_is_not_made_again(run, monkeypatch):
     assert run.seen == ["forward"] * 4
 
 
-def test_a_step_whose_answer_is_lost_counts_once(run, client, tmp_path):
+def test_training_client_counts_a_step_with_a_lost_answer_once(run, client, tmp_path):
     client.forward_backward([ROW], "ppo").result()
     run.die()
     second = Scripted(tmp_path, step=1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import pytest
+
+from workers.isolation.env_pool import EnvFailure, EnvPool, EnvSettings
 
 SOURCE = '''
 import asyncio, os, signal, socket, subprocess, time
@@ -137,3 +140,25 @@ def module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     yield "my_tools"
     sys.modules.pop("my_tools", None)
+
+
+@pytest.fixture
+def player():
+    """`player(environment, settings, safe=…)` returns a function that says a text for a row with some columns, and
+    returns its turn."""
+    with contextlib.ExitStack() as stack:
+        def play(environment, settings, safe=False, coroutine=False, processes=2):
+            pool = EnvPool(EnvSettings(f"workers.isolation.{environment}", settings, safe, coroutine, processes, 60.0))
+            stack.callback(pool.close)
+
+            def say(row: int, text: str, **columns: str):
+                pool.step(row, columns or {"question": "q"}, text)
+                (of, turn), = pool.turns(60.0)
+                assert of == row
+                if isinstance(turn, EnvFailure) or turn.done:
+                    pool.end(row)
+                return turn
+
+            return say
+
+        yield play

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -41,7 +40,7 @@ def answers(client, asked: dict[int, str], question: str = "q") -> dict[int, Tur
 
 
 @pytest.mark.parametrize("name", ["Counter", "Alike"])
-def test_threads_with_rows_of_the_same_ids_see_their_own(open_service, name):
+def test_env_service_keeps_rows_of_threads_with_equal_ids_apart(open_service, name):
     service, threads, turns = open_service(name), 12, 10
 
     def talk(number: int) -> list[list[str]]:
@@ -60,7 +59,7 @@ def test_threads_with_rows_of_the_same_ids_see_their_own(open_service, name):
     assert not service.clients
 
 
-def test_who_leaves_takes_its_own_rows_along(open_service):
+def test_env_service_drops_only_rows_of_a_client_that_leaves(open_service):
     """One client leaves during its step, in a process that also holds another client's environments."""
     service = open_service("Safe", processes=1)
     with service.client() as stays:
@@ -74,7 +73,7 @@ def test_who_leaves_takes_its_own_rows_along(open_service):
         assert len(service.owners) == 2
 
 
-def test_an_answer_wakes_who_waits_elsewhere(open_service, tmp_path):
+def test_env_service_wakes_its_client_at_an_answer(open_service, tmp_path):
     service, word, woken = open_service("Patient"), tmp_path / "word", threading.Event()
     with service.client(woken.set) as client:
         client.step(3, {"question": str(word)}, "wait")
@@ -88,7 +87,7 @@ def test_an_answer_wakes_who_waits_elsewhere(open_service, tmp_path):
 
 
 @pytest.mark.parametrize("answered", [False, True], ids=["under way", "answered"])
-def test_a_step_goes_on_for_whoever_takes_up_the_conversation(open_service, tmp_path, answered):
+def test_env_service_keeps_a_step_in_progress_for_the_next_client(open_service, tmp_path, answered):
     """Where the rank trains meanwhile: the step is not done twice, whether its answer has come by then or not."""
     service, word = open_service("Patient", keeps=True), tmp_path / "word"
     columns = {"question": str(word)}
@@ -114,7 +113,7 @@ def test_a_step_goes_on_for_whoever_takes_up_the_conversation(open_service, tmp_
     assert not service.left
 
 
-def test_what_nobody_takes_up_is_dropped_once_it_is_answered(open_service, tmp_path):
+def test_env_service_drops_kept_steps_that_no_client_resumes(open_service, tmp_path):
     """It is taken up with the same text alone."""
     service, word, other = open_service("Patient", keeps=True), tmp_path / "word", str(tmp_path / "other")
 
@@ -137,7 +136,7 @@ def test_what_nobody_takes_up_is_dropped_once_it_is_answered(open_service, tmp_p
         assert len(service.pool.episodes) == 1
 
 
-def test_a_step_that_has_failed_is_asked_again(open_service):
+def test_env_service_repeats_failed_steps(open_service):
     """Whether its failure was read or not; nobody waits for an answer that has been given."""
     service = open_service("Unsafe", keeps=True)
     for _ in range(3):
@@ -148,7 +147,7 @@ def test_a_step_that_has_failed_is_asked_again(open_service):
     assert not service.left
 
 
-def test_a_caller_whose_rows_begin_anew_leaves_nothing(open_service, tmp_path):
+def test_env_service_keeps_nothing_of_a_client_that_restarts_its_rows(open_service, tmp_path):
     service, columns = open_service("Patient", keeps=True), {"question": str(tmp_path / "word")}
     with service.client(again=False) as first:
         first.step(3, columns, "wait")
@@ -158,34 +157,7 @@ def test_a_caller_whose_rows_begin_anew_leaves_nothing(open_service, tmp_path):
     assert not service.left
 
 
-def test_rows_that_are_dropped_together_end_their_process_once(open_service, tmp_path, monkeypatch):
-    """None of them moves to another one. What others have under way there runs once more, elsewhere."""
-    service, started, row_ids = open_service("Patient", processes=1), [], range(8)
-    fork = service.pool.fork
-    monkeypatch.setattr(service.pool, "fork", lambda: started.append(process := fork()) or process)
-    with service.client() as stays:
-        stays.step(9, {"question": str(tmp_path / "stays")}, "wait")
-        stays.turns()
-        with service.client() as leaves:
-            for row in row_ids:
-                leaves.step(row, {"question": str(tmp_path / f"word{row}")}, "wait")
-            leaves.turns()
-            while not all((tmp_path / f"word{row}.asked").exists() for row in row_ids):
-                leaves.turns(0.05)
-        (tmp_path / "stays").touch()
-        assert stays.turns(60.0) == [(9, Turn("at last", True, 1.0))]
-    assert len(started) == 2, "the first one, and one for the row that stays"
-
-
-def test_patience_ends(open_service, tmp_path):
-    with open_service("Patient").client() as client:
-        client.step(0, {"question": str(tmp_path / "word")}, "wait")
-        start = time.monotonic()
-        assert client.turns(0.2) == []
-        assert time.monotonic() - start >= 0.19  # clocks of a wait and of a test differ a little
-
-
-def test_everybody_learns_that_the_host_is_lost(open_service, tmp_path):
+def test_env_service_tells_all_clients_that_the_fork_server_is_lost(open_service, tmp_path):
     service = open_service("Unsafe")
     asked = threading.Barrier(5)
 
@@ -210,10 +182,3 @@ def test_everybody_learns_that_the_host_is_lost(open_service, tmp_path):
             with pytest.raises(EngineError, match="has ended, with code -9"):
                 client.turns(60.0)
         assert all("has ended, with code -9" in each or each == "None" for each in said)
-
-
-def test_a_module_that_cannot_be_loaded_is_said(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "broken_tools.py").write_text("import nothing_of_that_name")
-    with pytest.raises(EngineError, match="nothing_of_that_name"):
-        EnvService(EnvSettings("broken_tools:Any", {}, True, False))

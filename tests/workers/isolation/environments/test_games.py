@@ -10,7 +10,6 @@ pytest.importorskip("gymnasium", reason="pip install gymnasium")
 from gymnasium import spaces
 
 from distflow.contracts.decorators import Turn
-from workers.isolation.env_pool import EnvPool, EnvSettings
 from workers.isolation.environments.games import Gymnasium
 
 LAKE = {"id": "FrozenLake-v1", "settings": {"is_slippery": False}, "actions": ["left", "down", "right", "up"]}
@@ -95,9 +94,5 @@ gymnasium.register("Echo-v0", entry_point=Echo)
     ({"id": "FrozenLke-v1"}, "NameNotFound: Environment `FrozenLke` doesn't exist"),
     ({"id": "nowhere:Lake-v1"}, "ModuleNotFoundError: No module named 'nowhere'"),
     ({"id": "FrozenLake-v1", "actions": ["up"]}, "has the actions Discrete(4), for which 1 names are given")])
-def test_a_game_that_cannot_be_made_is_said(settings, says):
-    pool = EnvPool(EnvSettings("workers.isolation.environments.games:Gymnasium", settings, True, False))
-    pool.step(0, {"question": "q"}, "up")
-    (_, failed), = pool.turns(60.0)
-    pool.close()
-    assert says in failed.reason
+def test_a_game_that_cannot_be_made_is_said(player, settings, says):
+    assert says in player("environments.games:Gymnasium", settings, safe=True)(0, "up").reason

@@ -16,7 +16,7 @@ pytest.importorskip("websockets", reason="pip install websockets")
 from websockets.sync.server import serve
 
 from distflow.contracts.decorators import Turn
-from workers.isolation.env_pool import EnvFailure, EnvPool, EnvSettings
+from workers.isolation.env_pool import EnvFailure
 
 SERVER = '''
 import random, uvicorn
@@ -100,31 +100,17 @@ def address(request, tmp_path):
 
 
 @pytest.fixture
-def player():
-    """`player(address, …)` returns a function that says a text for a row with a seed, and returns its turn."""
-    pools = []
-
+def play(player):
+    """`play(address, …)` returns a function that says a text for a row with a seed, and returns its turn."""
     def play(server: str, **settings):
-        pool = EnvPool(EnvSettings("workers.isolation.environments.openenv:OpenEnv", {"server": server, **settings},
-                                   False, False, seconds=60.0))
-        pools.append(pool)
+        say = player("environments.openenv:OpenEnv", {"server": server, **settings})
+        return lambda row, text, seed="3": say(row, text, question="guess", seed=seed)
 
-        def say(row: int, text: str, seed: str = "3") -> Turn | EnvFailure:
-            pool.step(row, {"question": "guess", "seed": seed}, text)
-            (_, turn), = pool.turns(60.0)
-            if isinstance(turn, EnvFailure) or turn.done:
-                pool.end(row)
-            return turn
-
-        return say
-
-    yield play
-    for pool in pools:
-        pool.close()
+    return play
 
 
-def test_a_game(address, player):
-    say = player(address, action="number", show="text", wrong_action=-0.5)
+def test_a_game(address, play):
+    say = play(address, action="number", show="text", wrong_action=-0.5)
     assert say(0, "-1") == Turn("too low")
     assert say(0, "I think <action> 99 </action>") == Turn("too high")
     wrong = say(0, "seven")
@@ -136,24 +122,22 @@ def test_a_game(address, player):
     assert last == Turn("right", True, 1.0), "equal seeds are equal games"
 
 
-def test_actions_as_json(address, player):
-    say = player(address, action=None, reset={"most": 5})
+def test_actions_as_json(address, play):
+    say = play(address, action=None, reset={"most": 5})
     assert say(0, 'So: <action>{"number": 99}</action>') == Turn('{"text": "too high"}')
     assert say(0, "[1]") == Turn("This is no action: it must be a JSON object")
     assert say(0, "{").observation.startswith("This is no action: Expecting")
 
 
-def test_its_beginning(address):
+def test_its_beginning(address, player):
     settings = {"named": "workers.isolation.environments.openenv:OpenEnv",
                 "its_settings": {"server": address, "show": "text", "reset": {"most": 5}}}
-    pool = EnvPool(EnvSettings("workers.isolation.first_observation:FirstObservation", settings, False, False))
-    pool.step(0, {"question": "guess"}, "")
-    assert pool.turns(60.0) == [(0, Turn("Guess a number from 0 to 5.", True))]
-    pool.close()
+    say = player("first_observation:FirstObservation", settings)
+    assert say(0, "", question="guess") == Turn("Guess a number from 0 to 5.", True)
 
 
-def test_what_fails_costs_its_own_row(address, player):
-    say = player(address, action="number", show="text")
+def test_what_fails_costs_its_own_row(address, play):
+    say = play(address, action="number", show="text")
     assert say(0, "-1") == Turn("too low")
     assert say(1, "13") == EnvFailure("OSError: the server refuses a step: EXECUTION_ERROR: bad luck")
     assert say(0, "99") == Turn("too high")
@@ -163,6 +147,6 @@ def test_what_fails_costs_its_own_row(address, player):
     assert say(0, "-1") == Turn("too low")
 
 
-def test_settings_that_do_not_fit(address, player):
-    assert player(address, show="hint")(0, "1").reason == "ValueError: its observation has no field 'hint'; it has text"
-    assert "ConnectionRefusedError" in player("http://127.0.0.1:9")(0, "1").reason
+def test_settings_that_do_not_fit(address, play):
+    assert play(address, show="hint")(0, "1").reason == "ValueError: its observation has no field 'hint'; it has text"
+    assert "ConnectionRefusedError" in play("http://127.0.0.1:9")(0, "1").reason

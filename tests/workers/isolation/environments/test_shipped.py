@@ -8,7 +8,6 @@ import json
 import pytest
 
 from distflow.contracts.decorators import Turn
-from distflow.contracts.read import read_contract
 from workers.isolation.environments.calculator import Calculator
 from workers.isolation.environments.lookup import FactFile, Lookup
 from workers.isolation.environments.programs import PythonSandbox
@@ -64,11 +63,3 @@ def test_programs_run_in_the_sandbox():
         "```python\nimport socket\nsocket.create_connection(('127.0.0.1', 22))\n```")).observation
     assert step("#### 42") == Turn("", True, 1.0)
     assert step("I give up") == Turn("", True, 0.0)
-
-
-def test_what_they_ask_for():
-    assert read_contract("environment", Calculator).columns == {"answer": "answers"}
-    assert read_contract("environment", Lookup).columns == {"facts": "facts", "answer": "answers"}
-    assert list(read_contract("environment", FactFile).settings) == ["file"]
-    assert read_contract("environment", PythonSandbox).coroutine
-    assert all(read_contract("environment", each).safe for each in (Calculator, Lookup, FactFile, PythonSandbox))

@@ -15,7 +15,6 @@ import pytest
 pytest.importorskip("mcp", reason="pip install mcp")
 
 from distflow.contracts.decorators import Turn
-from workers.isolation.env_pool import EnvFailure, EnvPool, EnvSettings
 from workers.isolation.environments.tools import MCPSession, MCPTools
 
 SERVER = '''
@@ -76,26 +75,13 @@ def address(server):
 
 
 @pytest.fixture
-def pool_of():
+def pool_of(player):
     """`pool_of(kind, server=…)` returns a function that says a text for a row, and returns its turn."""
-    pools = []
-
     def make(kind: str, **settings):
-        pool = EnvPool(EnvSettings(f"workers.isolation.environments.tools:{kind}", settings, kind == "MCPTools", True,
-                                   processes=1, seconds=60.0))
-        pools.append(pool)
+        say = player(f"environments.tools:{kind}", settings, kind == "MCPTools", True, processes=1)
+        return lambda row, text: say(row, text, answer="#### 7")
 
-        def say(row: int, text: str) -> Turn | EnvFailure:
-            pool.step(row, {"answer": "#### 7"}, text)
-            (of, turn), = pool.turns(60.0)
-            assert of == row
-            return turn
-
-        return say
-
-    yield make
-    for pool in pools:
-        pool.close()
+    return make
 
 
 def call(name: str, **arguments) -> str:
@@ -161,17 +147,10 @@ def test_rows_of_a_server_that_has_ended_share_the_next_one(server):
     asyncio.run(run())
 
 
-def test_only_a_shared_server_spares_the_repetition_of_calls():
-    assert [vars(kind)["__distflow_stateless__"] for kind in (MCPTools, MCPSession)] == [True, False]
-
-
-def test_what_stands_behind_the_question(server):
+def test_what_stands_behind_the_question(server, player):
     settings = {"named": "workers.isolation.environments.tools:MCPTools",
                 "its_settings": {"server": server, "tools": ["add"]}}
-    pool = EnvPool(EnvSettings("workers.isolation.first_observation:FirstObservation", settings, True, True))
-    pool.step(0, {"answer": "7"}, "")
-    (_, shown), = pool.turns(60.0)
-    pool.close()
+    shown = player("first_observation:FirstObservation", settings, True, True)(0, "", answer="7")
     listed = json.loads(shown.observation.partition("<tools>\n")[2].partition("\n</tools>")[0])
     assert listed["function"]["name"] == "add"
     assert listed["function"]["description"] == "Add two whole numbers."

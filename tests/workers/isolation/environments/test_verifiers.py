@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("verifiers", reason="pip install verifiers")
 
 from distflow.contracts.decorators import Turn
-from workers.isolation.env_pool import EnvFailure, EnvPool, EnvSettings
 
 MODULE = '''
 import verifiers as vf
@@ -62,32 +61,21 @@ def load_environment(kind="guess"):
 
 
 @pytest.fixture
-def player(tmp_path, monkeypatch):
-    """`player(kind)` returns a function that says a text for a row and an example, and returns its turn."""
+def play(player, tmp_path, monkeypatch):
+    """`play(kind)` returns a function that says a text for a row and an example, and returns its turn."""
     (tmp_path / "my_verifiers.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    pools = []
 
     def play(kind: str):
-        pool = EnvPool(EnvSettings("workers.isolation.environments.verifiers:Verifiers",
-                                   {"id": "my_verifiers", "settings": {"kind": kind}}, True, True, processes=1,
-                                   seconds=120.0))
-        pools.append(pool)
+        settings = {"id": "my_verifiers", "settings": {"kind": kind}}
+        say = play("environments.verifiers:Verifiers", settings, True, True, processes=1)
+        return lambda row, text, example=3: say(row, text, example=str(example))
 
-        def say(row: int, text: str, example: int = 3) -> Turn | EnvFailure:
-            pool.step(row, {"example": str(example)}, text)
-            (_, turn), = pool.turns(120.0)
-            return turn
-
-        return say
-
-    yield play
-    for pool in pools:
-        pool.close()
+    return play
 
 
 @pytest.fixture
-def examples_of(player, tmp_path):
+def examples_of(play, tmp_path):
     """`examples_of(kind)` returns the records that are written of an environment."""
     def write(kind: str) -> list[dict]:
         from workers.isolation.environments.verifiers import write_examples
@@ -99,15 +87,15 @@ def examples_of(player, tmp_path):
     sys.modules.pop("my_verifiers", None)
 
 
-def test_turns_until_the_rubric_gives_the_reward(player):
-    say = player("guess")
+def test_turns_until_the_rubric_gives_the_reward(play):
+    say = play("guess")
     assert [say(0, "1"), say(1, "9", 4), say(0, "9")] == [Turn("too low"), Turn("too high"), Turn("too high")]
     assert [say(0, "3"), say(1, "4", 4)] == [Turn("", True, 2.0)] * 2
     assert [say(2, "0").done for _ in range(4)] == [False, False, False, True]
 
 
-def test_tools(player, examples_of):
-    say = player("tools")
+def test_tools(play, examples_of):
+    say = play("tools")
     assert say(0, '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>') == Turn("3")
     assert say(0, "It is 3.") == Turn("", True, 1.0)
     first, *rest = examples_of("tools")
@@ -117,10 +105,10 @@ def test_tools(player, examples_of):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="pip install reasoning-gym")
-def test_one_of_reasoning_gym(player, examples_of):
+def test_one_of_reasoning_gym(play, examples_of):
     from reasoning_gym import create_dataset
 
-    say, examples, problems = player("gym"), examples_of("gym"), create_dataset("basic_arithmetic", size=9, seed=0)
+    say, examples, problems = play("gym"), examples_of("gym"), create_dataset("basic_arithmetic", size=9, seed=0)
     for number in (0, 5):
         right = problems[number]["answer"]
         assert examples[number]["question"][-1]["content"] == problems[number]["question"]
@@ -131,5 +119,5 @@ def test_one_of_reasoning_gym(player, examples_of):
 @pytest.mark.parametrize(("kind", "example", "says"), [
     ("guess", 99, "99 is out of bounds"), ("rewritten", 1, "begins with another prompt than its examples have"),
     ("forgetful", 1, "changes earlier messages"), ("nothing", 1, "Failed to load environment 'my_verifiers'")])
-def test_what_cannot_be_played_is_said(player, kind, example, says):
-    assert says in player(kind)(0, "0", example).reason
+def test_what_cannot_be_played_is_said(play, kind, example, says):
+    assert says in play(kind)(0, "0", example).reason

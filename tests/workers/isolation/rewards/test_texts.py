@@ -29,44 +29,19 @@ SUBJECTS = sorted({row["subject"] for row in REFERENCES})
 TOWER = "\\boxed{9^{9^{9^{9^{9}}}}}"
 
 
-@pytest.mark.parametrize(("completion", "answer", "expected"), [
-    ("3 + 4 = 7 #### 7", "#### 7", 1.0),
-    ("#### 8", "#### 7", 0.0),
-    ("7", "#### 7", 0.0),
-    ("#### 1,234", "work #### 1234", 1.0),
-    ("#### 0.50", "#### 1/2", 1.0),
-    ("#### 3/0", "#### 3", 0.0),
-    ("#### 7.", "#### 7", 1.0),
-    ("#### 5 #### 7", "#### 7", 1.0),
-    ("#### ", "#### 7", 0.0),
-    ("", "#### 7", 0.0),
-    ("#### -7", "#### 7", 0.0),
-    ("#### 12 12", "#### 12", 0.0),
-    (r"\frac{1}{2}", r"\frac{2}{4}", 1.0),
-    (r"so it is $\boxed{18}$.", "x #### 18", 1.0),
-    (r"so it is $\boxed{17}$.", "x #### 18", 0.0),
-    (r"#### x^2 + 2x + 1", r"#### (x+1)^2", 1.0),
-    ("#### " + "9" * 5000, "#### " + "9" * 5000, 1.0),
-    ("#### " + "9" * 5000, "#### 9", 0.0),
-])
-def test_math_compares_final_answers(completion, answer, expected):
-    assert math(completion, answer) == expected
-    assert _without_a_process(completion, answer) in (None, expected)
+def test_math_reads_answers_of_thousands_of_digits():
+    nines = "#### " + "9" * 5000
+    assert (math(nines, nines), math(nines, "#### 9")) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("row", ANSWERS, ids=lambda row: row["completion"])
-def test_forms_of_answers_beside_other_graders(row):
+def test_math_judges_each_row_of_the_table_as_it_says(row):
     for strict in (True, False):
         settings = {"completion": row["completion"], "answer": row["reference"], "strict": strict}
         assert math(**settings) == row["strict" if strict else "lenient"]
         assert _without_a_process(**settings) in (None, math(**settings))
     others = {row[grader] for grader in GRADERS["graders"]} - {None}
     assert row["why"] or others <= {row["strict"]}, "it must be said why the verdict differs from another grader's"
-
-
-def test_the_table_is_long_enough():
-    assert len({(row["completion"], row["reference"]) for row in ANSWERS}) == len(ANSWERS) >= 120
-    assert [sum(row["subject"] == subject for row in REFERENCES) >= 60 for subject in SUBJECTS] == [True] * 8
 
 
 def spellings(reference: str) -> Iterator[str]:
@@ -107,25 +82,6 @@ def test_answers_that_speak_are_read_in_their_last_sentence():
     assert math("It is \\(\\frac{x}{2}\\).", reference) == 1.0
     assert math("The answer is $\\frac{x}{2}$ or $x$", reference) == 0.0
     assert math("x is what we want; $x$", reference) == 0.0
-
-
-@pytest.mark.parametrize(("completion", "answer", "expected"), [
-    ("The answer is A.", "A", 1.0), ("The correct answer is **(D)**.", "D", 1.0), ("The answer is option B.", "B", 1.0),
-    ("the correct option is C", "C", 1.0), ("The answer is (1, 2).", "(1,2)", 1.0), ("The answer is x+1", "x+1", 1.0),
-    ("Answer: -x", "x", 0.0), ("The answer is not A", "A", 0.0), ("The answer is A, not B", "B", 0.0)])
-def test_answers_in_a_sentence_have_all_of_their_signs(completion, answer, expected):
-    assert math(completion, answer) == expected
-
-
-@pytest.mark.parametrize(("completion", "answer", "expected"), [
-    ("<think>\\boxed{5}</think>\nThe answer is 6", "5", 0.0), ("<think>It is \\boxed{5}</think>\n", "5", 1.0),
-    ("It is #### 6</think>\n\n#### 5", "#### 5", 1.0), ("<think>3 * 4 = 13</think>12", "12", 1.0),
-    ("<think>3 * 4</think><answer>12</answer>", "12", 1.0), ("<think>3 * 4</think><answer>12", "#### 12", 1.0),
-    ("<answer>\\boxed{12}</answer>", "12", 1.0), ("<answer>6</answer> or <answer>5</answer>", "6", 0.0),
-    ("<answer> x + 1 </answer>", "1+x", 1.0), ("<think><answer>7</answer></think>8", "7", 0.0)])
-def test_the_answer_follows_the_thoughts_and_may_have_a_tag(completion, answer, expected):
-    assert math(completion, answer) == expected
-    assert _without_a_process(completion, answer) in (None, expected)
 
 
 @pytest.mark.parametrize(("left", "right", "equal"), [
@@ -251,22 +207,3 @@ def test_length_with_a_hard_cap_and_with_a_target():
     for wrong in ({}, {"cap": 1, "target": 1}):
         with pytest.raises(InvalidInput, match="needs a `cap` or a `target`"):
             length([1], **wrong)
-
-
-@pytest.mark.parametrize(("completion", "answer", "right"), [
-    (r"\boxed{4}", '["4", "four"]', 1.0), (r"\boxed{four}", '["4", "four"]', 1.0), (r"\boxed{5}", '["4", "four"]', 0.0),
-    (r"\boxed{\frac{1}{2}}", r'["\\frac{1}{2}"]', 1.0), ("#### 7", '["#### 7", "#### 8"]', 1.0),
-    (r"\boxed{2}", "[2, 5]", 0.0), (r"\boxed{[2,5]}", "[2, 5]", 1.0)])
-def test_math_takes_any_text_of_a_list_as_right(completion, answer, right):
-    assert math(completion, answer) == right
-
-
-@pytest.mark.parametrize(("completion", "reference", "paid"), [
-    (r"\boxed{cba}", "abc", 0.0), (r"\boxed{no}", "on", 0.0), (r"\boxed{abc}", "abc", 1.0),
-    (r"\boxed{b \cdot a}", "ab", 1.0), (r"\boxed{2ba}", "2ab", 1.0),
-    (r"\boxed{12 m}", "12 cm", 0.0), (r"\boxed{12\text{ m}}", r"12\text{ cm}", 0.0), ("#### 5 km", "#### 5 miles", 0.0),
-    (r"\boxed{3 minutes}", "3 hours", 0.0), (r"\boxed{12 cents}", "12 dollars", 0.0),
-    (r"\boxed{12 centimeters}", "12 cm", 1.0), (r"\boxed{12}", "12 cm", 1.0), (r"\boxed{12 cm}", "12", 1.0),
-    (r"\boxed{12 inches}", "12 in", 1.0), (r"\boxed{5 feet}", "5 ft", 1.0), (r"\boxed{12 apples}", "12 cm", 1.0)])
-def test_math_compares_words_by_letters_and_numbers_by_unit(completion, reference, paid):
-    assert math(completion, reference) == paid

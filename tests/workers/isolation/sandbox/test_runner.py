@@ -95,14 +95,14 @@ def sleeper(marker: str) -> str:
     return f"os.execv({executable!r}, ['python', '-c', 'import time; time.sleep(600)', {marker!r}])"
 
 
-def test_a_good_program(run):
+def test_sandbox_runs_a_good_program(run):
     outcome = run("import sys\nprint(input() + '!', sys.stdin.read())\nraise SystemExit(3)", "grüße\nrest")
     assert (outcome.ended, outcome.status, outcome.stdout, outcome.stderr) == ("exited", 3, "grüße! rest\n", "")
     assert not outcome.ok
     assert run("import json, threading, tempfile, decimal").ok
 
 
-def test_it_raises(run):
+def test_sandbox_shows_the_traceback_of_a_program(run):
     outcome = run("def half(x):\n    return x / 0\nhalf(1)")
     assert (outcome.ended, outcome.status) == ("exited", 1)
     assert "line 2, in half" in outcome.stderr
@@ -117,34 +117,34 @@ def test_it_raises(run):
     "import os, time\nprint('so far', flush=True)\nos.close(1), os.close(2), os.close(0)\ntime.sleep(600)",
     "print('so far', flush=True)\nwhile True: input_ = (lambda n: n ** n ** 7)(97)",
 ], ids=["sleeps", "spins", "ignores signals", "closes its streams", "one long operation"])
-def test_it_never_ends(run, source):
+def test_sandbox_ends_a_program_at_its_time_limit(run, source):
     outcome = run(source, seconds=1.5)
     assert (outcome.ended, outcome.stdout) == ("time", "so far\n")
     assert 0.4 < outcome.seconds < 20.0
 
 
-def test_it_closes_its_streams_and_ends(run):
+def test_sandbox_knows_the_exit_status_of_a_program_without_streams(run):
     outcome = run("import os\nos.close(1), os.close(2)\nos._exit(5)")
     assert (outcome.ended, outcome.status) == ("exited", 5)
 
 
-def test_it_prints_endlessly(run):
+def test_sandbox_bounds_output(run):
     outcome = run("while True: print('x' * 1000)", output_kib=64)
     assert outcome.ended == "output"
     assert len(outcome.stdout) == 64 << 10
 
 
-def test_it_kills_itself(run):
+def test_sandbox_names_the_signal_that_ended_a_program(run):
     outcome = run("import os\nos.abort()")
     assert (outcome.ended, outcome.status) == ("killed", -signal.SIGABRT)
 
 
-def test_it_eats_memory(run):
+def test_sandbox_bounds_memory(run):
     outcome = run("try:\n    block = bytearray(1 << 30)\nexcept MemoryError:\n    print('refused')", memory_mib=256)
     assert outcome.stdout == "refused\n"
 
 
-def test_it_writes_a_huge_file(run):
+def test_sandbox_bounds_disk(run):
     outcome = run("""
         try:
             with open('huge', 'wb') as file:
@@ -156,7 +156,7 @@ def test_it_writes_a_huge_file(run):
     assert outcome.stdout == "True True\n"
 
 
-def test_it_forks_a_bomb(run):
+def test_sandbox_bounds_processes(run):
     outcome = run("""
         import os, time
         made = 0
@@ -173,7 +173,7 @@ def test_it_forks_a_bomb(run):
     assert run("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", seconds=1.0).ended == "time"
 
 
-def test_descendants_do_not_outlive_it(run):
+def test_sandbox_ends_descendants_of_a_program(run):
     marker = str(uuid.uuid4())
     outcome = run(f"""
         import os, signal
@@ -193,7 +193,7 @@ def test_descendants_do_not_outlive_it(run):
     assert processes_with(marker) == []
 
 
-def test_nothing_outlives_its_caller(run):
+def test_sandbox_ends_programs_of_a_killed_caller(run):
     marker = str(uuid.uuid4())
     source = f"import os\nif not os.fork():\n    os.setsid()\n    {sleeper(marker)}\nos.wait()"
     script = (f"from workers.isolation.sandbox import runner\nrunner.sys.executable = {runner.sys.executable!r}\n"
@@ -225,7 +225,7 @@ CONNECT = """
 """
 
 
-def test_it_opens_a_socket(run):
+def test_sandbox_refuses_sockets_unless_network_is_allowed(run):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0)
         source = CONNECT.format(port=server.getsockname()[1])
@@ -236,7 +236,7 @@ def test_it_opens_a_socket(run):
         server.accept()[0].close()
 
 
-def test_it_reads_what_is_not_its_own(run, tmp_path):
+def test_sandbox_refuses_reads_outside_of_its_folder(run, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("key")
     secret.chmod(0o644)
@@ -261,7 +261,7 @@ def test_it_reads_what_is_not_its_own(run, tmp_path):
     assert seen == []  # the way to the interpreter and packages is there, and nothing beside it
 
 
-def test_it_writes_to_what_is_not_its_own(run, tmp_path):
+def test_sandbox_refuses_writes_outside_of_its_folder(run, tmp_path):
     tmp_path.chmod(0o777)
     outcome = run(f"""
         import os, sys, json
@@ -280,7 +280,7 @@ def test_it_writes_to_what_is_not_its_own(run, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_changes_files_that_it_cannot_open(run, tmp_path):
+def test_sandbox_refuses_changes_of_files_that_are_not_opened(run, tmp_path):
     """Landlock knows nothing of these calls; behind filters the program may have the caller's user id."""
     file = tmp_path / "file"
     file.write_text("content")
@@ -305,7 +305,7 @@ def test_it_changes_files_that_it_cannot_open(run, tmp_path):
         getattr(before, name) for name in ("st_mode", "st_mtime_ns", "st_uid", "st_gid", "st_nlink")]
 
 
-def test_memory_outside_the_address_space_is_refused(run):
+def test_sandbox_refuses_memory_outside_of_the_address_space(run):
     """Such memory is not counted by `memory_mib`, and some of it outlives the program."""
     numbers = seccomp._MEMORY["memfd_secret"], seccomp._MEMORY["inotify_init1"]
     secret, inotify = (pair[seccomp._INDEX[platform.machine()]] for pair in numbers)
@@ -327,7 +327,7 @@ def test_memory_outside_the_address_space_is_refused(run):
     assert shm in ("FileNotFoundError", "PermissionError")
 
 
-def test_it_looks_at_its_caller(run, monkeypatch):
+def test_sandbox_hides_environment_and_files_of_its_caller(run, monkeypatch):
     monkeypatch.setenv("SECRET", "key")
     outcome = run("""
         import os, signal
@@ -346,7 +346,7 @@ def test_it_looks_at_its_caller(run, monkeypatch):
     assert outcome.stdout == "False True\nhere\n"
 
 
-def test_it_makes_namespaces_of_its_own(run):
+def test_sandbox_refuses_namespaces_mounts_and_ptrace(run):
     outcome = run("""
         import ctypes, errno
         libc = ctypes.CDLL(None, use_errno=True)
@@ -357,7 +357,7 @@ def test_it_makes_namespaces_of_its_own(run):
     assert outcome.stdout == "-1 True\n" * 3 + "-1 -1 -1\n"
 
 
-def test_hidden_folders_are_removed(run, own_tempdir):
+def test_sandbox_removes_folders_whatever_their_rights(run, own_tempdir):
     outcome = run("""
         import os
         print(os.getcwd())
@@ -371,7 +371,7 @@ def test_hidden_folders_are_removed(run, own_tempdir):
     assert list(own_tempdir.iterdir()) == []
 
 
-def test_the_best_kind_that_works_is_taken_and_none_is_an_error(monkeypatch):
+def test_isolation_takes_the_best_kind_that_works_and_none_is_an_error(monkeypatch):
     isolation.cache_clear()
     try:
         assert isolation() in KINDS
@@ -383,11 +383,11 @@ def test_the_best_kind_that_works_is_taken_and_none_is_an_error(monkeypatch):
         isolation.cache_clear()
 
 
-def test_set_order_does_not_depend_on_the_run(run):
+def test_sandbox_fixes_the_hash_seed(run):
     assert len({run("print({'a', 'b', 'c', 'd', 'e', 'f'})").stdout for _ in range(3)}) == 1
 
 
-def test_what_a_killed_caller_left_is_removed(run, own_tempdir):
+def test_sandbox_removes_what_a_killed_caller_left(run, own_tempdir):
     for name in ("abandoned", "in-use", "new"):
         (own_tempdir / f"distflow-sandbox-{name}/a").mkdir(parents=True)
         os.utime(own_tempdir / f"distflow-sandbox-{name}", (1, 1) if name != "new" else None)
@@ -412,7 +412,7 @@ def as_nobody(script: str, **environment: str) -> list[str]:
 
 
 @only_root
-def test_behind_filters_a_program_cannot_reach_processes_of_the_same_user():
+def test_sandbox_filters_hide_processes_of_the_same_user():
     """By the owner of a file, whom the kernel tells when it is ready; by a segment whose number is guessed."""
     source = """
         import ctypes, fcntl, os, struct
@@ -447,7 +447,7 @@ def test_behind_filters_a_program_cannot_reach_processes_of_the_same_user():
 
 
 @only_root
-def test_folders_in_folders_are_removed_however_deep_and_closed(own_tempdir):
+def test_sandbox_removes_nested_folders_however_deep_and_closed(own_tempdir):
     own_tempdir.chmod(0o777)
     source = ("import os\nos.mkdir('z', 0)\nos.symlink('/', 'root')\nfor _ in range(1100):\n"
               "    os.mkdir('a'); os.chdir('a')\nos.mkdir('c', 0)\nopen('d', 'w').close()")
@@ -461,7 +461,7 @@ def test_folders_in_folders_are_removed_however_deep_and_closed(own_tempdir):
 
 @only_root
 @pytest.mark.parametrize("kind", KINDS)
-def test_for_a_caller_without_rights(kind, own_tempdir):
+def test_sandbox_works_for_a_caller_without_rights(kind, own_tempdir):
     """The ways of a caller who is not root differ: a user namespace, no user id of one's own."""
     victim = own_tempdir / "victim"
     victim.touch()
