@@ -10,6 +10,7 @@ import pytest
 from harness import model_folder
 
 from distflow.config.load import load_for_planning
+from distflow.options import without_lacks
 from planners import plan
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +24,7 @@ def test_large_mixture_has_the_memory_that_its_page_says(tmp_path: Path, engines
     for name, text in (("run.yaml", run), ("cluster.yaml", cluster), ("math.jsonl", "")):
         (tmp_path / name).write_text(text, encoding="utf-8")
     spec = load_for_planning("grpo", str(tmp_path / "run.yaml"), [], str(tmp_path / "cluster.yaml"))
+    assert [note for note in without_lacks(spec) if "engine: megatron" in note and "model_type: deepseek_v3" in note]
     made = plan(spec, 384)
     assert made.task("rollout").layout.dp == 6
     assert made.task("update").layout.dp == 16

@@ -43,7 +43,6 @@ def test_the_experts_are_counted_where_they_lie_and_where_they_move():
 
 @pytest.mark.parametrize(("settings", "says"), [
     (["roles.actor.model={architecture: qwen3}"], "of a model which has no experts to choose"),
-    (["roles.actor.rollout=sglang"], "distflow does not read routed experts from its server"),
     (["layouts={update: {cp: 2}}"], "fsdp replays experts for whole rows")])
 def test_what_cannot_replay_is_refused(settings, says):
     with pytest.raises(InvalidInput, match=says):

@@ -321,6 +321,21 @@ def test_experts_are_read_and_held_in_parts() -> None:
         4 / 4 * forward(2, replace(task, parameters=task.active))
 
 
+def test_megatron_divides_experts_by_ep_and_not_by_tp() -> None:
+    task = replace(WORK, kind=TRAIN, experts=8, expert_parameters=8 * 10**8, experts_per_token=2)
+    state = costs(task).tasks[0].state(Strategy(2, tp=4, ep=8))
+    assert 10 * state == pytest.approx(2 * 10**8 / 4 * (6 + 12 / 2) + 8 * 10**8 / 8 * (6 + 12))
+    sharded = costs(replace(task, engine="fsdp")).tasks[0].state(Strategy(2, tp=4))
+    assert 10 * sharded == pytest.approx(10**9 / 4 * 16 / 2)
+
+
+def test_experts_are_divided_over_the_devices_of_a_stage() -> None:
+    task = replace(WORK, experts=8, expert_parameters=8 * 10**8, experts_per_token=2)
+    assert {strategy.ep for strategy in strategies(task, 2, 4, 1)} == {1, 2, 4, 8}
+    assert {strategy.ep for strategy in strategies(task, 1, 4, 1)} == {1, 2, 4}
+    assert {strategy.ep for strategy in strategies(replace(task, kind=GENERATE), 2, 4, 1)} == {1}
+
+
 @pytest.mark.parametrize("kind", [GENERATE, INFER, TRAIN])
 def test_nothing_undercuts_the_ideal(kind: str) -> None:
     model = costs(replace(WORK, kind=kind, rows=64))
