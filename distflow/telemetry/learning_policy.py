@@ -210,7 +210,7 @@ def gradient_of_one_layer(series: Series) -> Evidence | None:
                             f"{f', before {usual:.0%}' if leapt and usual else ''}",
                             "this layer's numbers overflow or are scaled wrongly, or all others are cut off from the "
                             "loss (frozen, detached)", "compare the gradients of this layer's parameters with those of "
-                            "another engine:  engine: fsdp , precision float32", {"share": middle(recent)})
+                            "another engine:  engine: fsdp , dtype: float32", {"share": middle(recent)})
     return None
 
 
