@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, ValidationError
 
 from distflow.data.problems import mended_record, parsed_arguments, with_parsed_arguments
 from distflow.errors import DistflowError
@@ -40,9 +40,13 @@ class RequestRefused(DistflowError):
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
 
+def _as_json(arguments: Any) -> Any:
+    return json.dumps(arguments) if isinstance(arguments, dict) else arguments
+
+
 class CalledFunction(BaseModel):
     name: str
-    arguments: str
+    arguments: Annotated[str, BeforeValidator(_as_json)]
 
 
 class ToolCall(BaseModel):

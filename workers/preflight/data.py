@@ -4,7 +4,7 @@
     choices      a question that offers letters has one of them as its answer
     pairs        the chosen and the rejected answer of a record differ
     tool calls   have arguments that are JSON, and name a tool of the record
-    tools        are shown in the prompts if records have them
+    tools        are shown in the prompts if records have them; so is the text of fields such as `context`
 
 The form of each record, duplicates and what is validated on: `distflow.data.checks`.
 """
@@ -16,19 +16,29 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from distflow.data.problems import Message, Record, answer_text, tools_error, tools_of
+from distflow.data.problems import (
+    Message,
+    Record,
+    answer_text,
+    content_text,
+    messages_of,
+    tools_error,
+    tools_of,
+)
 from workers.preflight.proofs import FailedProof, FirstRecords, shortened
 
 _ENOUGH = 8
 """Records from which on it is no accident that all of them have something in common."""
 _LONG = 4
 """Characters of an answer from which on a question hardly ends with it by accident."""
+_OF_QUESTIONS = ("system", "system_prompt", "context", "passage")
+"""Fields by whose names their text belongs to the question."""
 _OFFER = re.compile(r"(?:^|[\s(\[])([A-J]|[a-j])[).:\]]\s", re.MULTILINE)
 
 
 def prove_data(records: FirstRecords) -> Iterator[FailedProof]:
     for proof in (*(_OF_ANSWERS if records.have_answers else ()), _pairs_differ, _tool_calls_can_be_read,
-                  _tools_are_named):
+                  _tools_are_named, _questions_are_whole):
         yield from proof(records)
 
 
@@ -98,6 +108,16 @@ def _tools_are_named(records: FirstRecords) -> Iterator[FailedProof]:
     if records.data.tools is None:
         yield from records.failed(unread, " has tools in its field `tools`, which no prompt shows",
                                   "Show them:  --set data.tools=tools", doubt=True)
+
+
+def _questions_are_whole(records: FirstRecords) -> Iterator[FailedProof]:
+    asked = [" ".join(content_text(message.get("content")) for message in messages_of(row, records.data))
+             for row in records.rows]
+    for name in (each for each in _OF_QUESTIONS if each not in records.data.columns.values()):
+        texts = [(index, row.get(name)) for index, row in enumerate(records.rows)]
+        unread = [index for index, text in texts if isinstance(text, str) and text.strip() not in asked[index]]
+        yield from records.failed(unread, f" has a text in its field `{name}`, which its prompt does not show",
+                                  "If it belongs to the question, write it there.", doubt=True)
 
 
 _OF_ANSWERS = (_answers_differ, _answers_are_not_counted, _answers_are_not_in_questions, _choices_are_offered)

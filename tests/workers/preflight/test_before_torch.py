@@ -37,6 +37,8 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
                                         "arguments are not a JSON object: `x=1`"),
     "tools that no prompt shows": (Task([{**each, "tools": [{"type": "function", "function": {"name": "add"}}]}
                                          for each in SUMS]), False, "has tools in its field `tools`, which no prompt"),
+    "a passage that no prompt shows": (Task([{**each, "context": f"{each['answer']} is the sum."} for each in SUMS]),
+                                       False, "has a text in its field `context`, which its prompt does not show"),
     "held-out questions are trained on": (Task(SUMS, held_out=SUMS), False, "questions of heldout.jsonl are in the "
                                           "training set"),
     "references that are not understood": (Task([{**each, "answer": rf"\foo{{{each['answer']}}} or ("}
@@ -96,6 +98,8 @@ GOOD = {
                                  for a in range(2, 14)], "math"),
     "yes and no": Task([{"question": f"Is {a} even?", "answer": ["yes", "no"][a % 2]} for a in range(12)],
                        "mine:paid", reward("return float(completion.strip().lower() == answer)")),
+    "passages that are shown": Task([{"context": f"{a} is even.", "question": f"{a} is even. Is it?", "answer": "yes"}
+                                     for a in range(12)] + [{"context": " ", "question": "3?", "answer": "no"}]),
     "a reward of one's own": MINE(reward("return float(completion.strip().endswith(answer))")),
     "a reward of lists": MINE(reward("return [float(c.strip() == a) for c, a in zip(completions, answers)]",
                                      arguments="completions: list[str], answers: list[str]")),
