@@ -15,7 +15,6 @@ import pytest
 
 from distflow import cli
 from distflow.config import command_line
-from distflow.config.hub import data_set_line
 from distflow.config.load import load
 from distflow.data.checks import check_data
 from distflow.data.dataloader import UsableRecords
@@ -93,26 +92,6 @@ def test_the_commands_that_mend_a_file_do(tmp_path: Path) -> None:
         assert check_records(open_records(tmp_path / made), FIELDS) == []
 
 
-@pytest.mark.parametrize("name", ["data/train", "there/train", "owner/train.txt", "owner/train.arrow"])
-def test_a_local_path_is_not_taken_for_a_data_set_of_the_hub(name: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for folder in ("data", "run_files/there"):
-        Path(folder).mkdir(parents=True)
-    assert data_set_line("owner/train", Path("run_files"))
-    assert data_set_line(name, Path("run_files")) == ""
-
-
-def test_fields_of_other_names_are_proposed_by_what_data_sets_call_them(tmp_path: Path) -> None:
-    (tmp_path / "all.jsonl").write_text('{"prompt": "1 + 1?", "solution": "#### 2"}\n')
-    with pytest.raises(InvalidInput) as caught:
-        check_records(open_records(tmp_path / "all.jsonl"), FIELDS)
-    assert "It has: prompt, solution.\nSay which fields to take:  --set data.question=prompt --set " \
-           "data.answer=solution" in str(caught.value)
-    assert "Did you mean" not in str(caught.value)
-    with pytest.raises(InvalidInput, match="Say which field to take:  --set data.answer=solution$"):
-        check_records(open_records(tmp_path / "all.jsonl"), RequiredFields("prompt", ["answer"]))
-
-
 @pytest.mark.parametrize(("record", "answer", "said"), [
     ({"question": "1 + 1?", "answer": "2"}, "solution", "Say which field to take:  --set data.answer=answer"),
     ({"Question": "1 + 1?", "Answer": "2"}, "answer", "--set data.question=Question --set data.answer=Answer"),
@@ -121,6 +100,8 @@ def test_fields_of_other_names_are_proposed_by_what_data_sets_call_them(tmp_path
      "--set data.question=problem --set data.answer=expected_answer"),
     ({"query": "1 + 1?", "response": "2", "original_question": "1 + x?"}, "answer",
      "--set data.question=query --set data.answer=response"),
+    ({"prompt": "1 + 1?", "solution": "#### 2"}, "answer", "It has: prompt, solution.\nSay which fields to take:  "
+     "--set data.question=prompt --set data.answer=solution"),
     ({"question": "1 + 1?", "colour": "red"}, "answer", "It has: question, colour.\nSay which field to take:  --set "
      "data.answer=FIELD")])
 def test_the_likeliest_field_is_proposed(tmp_path: Path, record: dict[str, str], answer: str, said: str) -> None:

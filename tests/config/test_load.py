@@ -102,17 +102,7 @@ def test_a_node_that_is_not_there_is_not_begun_by_a_setting() -> None:
                                         "Did you mean `reward`?")
 
 
-def test_a_file_of_ones_own_that_is_named_otherwise_is_found(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    Path("runs/train.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n' * 99)
-    Path("mine.yaml").write_text((SHIPPED / "grpo.yaml").read_text())
-    Path("runs/mine.yaml").write_text((SHIPPED / "runs/embedded.yaml").read_text().replace(
-        "arithmetic/train.jsonl", "trian.jsonl"))
-    for line, meant in ((("mien.yaml",), "mine.yaml"), (("mine.yaml", "--run", "runs/mien.yaml"), "runs/mine.yaml"),
-                        (("mine.yaml", "--run", "runs/mine.yaml"), "train.jsonl")):
-        assert main(["validate", *line]) == 2
-        assert f"Did you mean `{meant}`?" in capsys.readouterr().err
+def test_a_run_is_not_resumed_with_another_dag(capsys) -> None:
     assert main(["resume", "runs/x", "--dag", "mine.yaml"]) == 2
     assert "begin another run with its model:  distflow run DAG" in capsys.readouterr().err
 

@@ -122,14 +122,6 @@ def test_torn_and_foreign_lines_are_not_in_what_a_resumed_run_reads(folder) -> N
     assert reader.summary["steps"] == 2
 
 
-def test_a_stuck_run_with_torn_lines_is_explained(folder) -> None:
-    timeline_file = folder / "timeline/rank0.jsonl"
-    for line in (*TORN, *spoiled(RANK), json.dumps(RANK).encode()):
-        timeline_file.write_bytes(line + b"\n")
-        assert set(timeline.newest(folder)) <= {0, 1}
-    assert set(timeline.newest(folder)) == {0}
-
-
 def clocked(*times: float) -> list[dict[str, Any]]:
     kinds = ("worker_started", "worker_ready", "failure", "worker_started", "worker_ready", "worker_caught_up",
              "run_ended")
