@@ -124,25 +124,36 @@ def run(given: argparse.Namespace) -> None:
     report.say(json.dumps({**last, "figures": medians}))
 
 
+def device_options(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of every benchmark for a GPU."""
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--output", type=Path, help="a file for what is printed; default: one among the results, with "
+                        "--device cpu none")
+
+
+def has_device(given: argparse.Namespace, results: Path) -> bool:
+    """Return whether there is the device that was asked for, or say what to do without it. What a GPU gives is kept in
+    `results` if no other file was named."""
+    if given.device == "cuda":
+        if not torch.cuda.device_count():
+            print(f"skipped: torch {torch.__version__} finds no GPU here; --device cpu --quick shows that it works")
+            return False
+        given.output = given.output or results
+    return True
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = options(__doc__, repeats=3)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    device_options(parser)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", help="models; default 0.5B 7B, with --as those of the "
                         "project, with --quick tiny")
     parser.add_argument("--as", choices=PUBLISHED, dest="published", help="rows as this project publishes them")
     parser.add_argument("--ranks", type=int, help="one for each GPU; default: all, with --device cpu 1")
     parser.add_argument("--host-gib", type=float, help="host memory that may be taken; default 0.9 of what is free")
-    parser.add_argument("--output", type=Path, help=f"a file for what is printed; default {RESULTS.name} among the "
-                        "results, with --device cpu none")
     given = parsed(parser, arguments)
-    if given.device == "cuda":
-        gpus = torch.cuda.device_count()
-        if not gpus:
-            print(f"skipped: torch {torch.__version__} finds no GPU here; --device cpu --shape tiny shows that the "
-                  "benchmark works")
-            return
-        given.ranks, given.output = given.ranks or gpus, given.output or RESULTS
-    given.ranks = given.ranks or 1
+    if not has_device(given, RESULTS):
+        return
+    given.ranks = given.ranks or (torch.cuda.device_count() if given.device == "cuda" else 1)
     given.shape = given.shape or (["tiny"] if given.quick else OF_PROJECT.get(given.published, ["0.5B", "7B"]))
     run(given)
 

@@ -17,17 +17,14 @@ the defaults are those that examples/recipes makes. Without a GPU:  --device cpu
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import torch
-
-from benchmarks.gpu import RESULTS, Report
-from benchmarks.gpu_session import PASSED, WHOLE_RUNS, Run, Session, figures_of, is_installed, say_versions, setting
-from benchmarks.ratio import Spread, options, parsed, summary
+from benchmarks.gpu import RESULTS, Report, device_options, has_device
+from benchmarks.gpu_session import WHOLE_RUNS, Run, Session, figures_of, is_installed, say_versions, setting
+from benchmarks.ratio import options, parsed
 from benchmarks.recipes import GRPO_SETTINGS, MODEL, RUNS
 from benchmarks.runs import run_command, with_set
 from distflow.telemetry.run_reader import RunReader
@@ -157,28 +154,21 @@ def quarter(given: argparse.Namespace, work: Path) -> None:
     parts = Quarter(session, given).parts
     for name in chosen:
         parts[name]()
-    for name, ending in session.outcomes.items():
-        report.say(f"# {name}: {ending}")
-    share = sum(ending == PASSED for ending in session.outcomes.values()) / max(1, len(session.outcomes))
-    report.say(json.dumps(summary("parts that passed", Spread.of([share]), "share", goal=None, met=None)))
+    session.conclude()
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = options(__doc__, repeats=None)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    device_options(parser)
     parser.add_argument("--only", nargs="+", choices=BUDGET, default=list(BUDGET), help="parts; default all")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all of it; default {MINUTES:g}")
     parser.add_argument("--recipe", choices=("spell_backward", "chain_sum", "reverse_words"), default="spell_backward")
     parser.add_argument("--model", type=Path, default=MODEL, help="a model folder")
     parser.add_argument("--tasks", type=Path, default=RUNS, help="a folder that has one for each recipe")
     parser.add_argument("--peer-python", type=Path, help="with TRL; default: this one, if it has it")
-    parser.add_argument("--output", type=Path, help="a file for what is printed")
     given = parsed(parser, arguments)
-    if given.device == "cuda" and not torch.cuda.device_count():
-        print(f"skipped: torch {torch.__version__} finds no GPU here; --device cpu --quick shows that it works")
+    if not has_device(given, RESULTS.with_name("gpu_quarter.txt")):
         return
-    if given.device == "cuda":
-        given.output = given.output or RESULTS.with_name("gpu_quarter.txt")
     with tempfile.TemporaryDirectory(prefix="gpu-quarter-") as folder:
         quarter(given, Path(folder))
 

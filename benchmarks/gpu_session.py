@@ -28,9 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from benchmarks.gpu import RESULTS, Report, description
+from benchmarks.gpu import RESULTS, Report, description, device_options, has_device
 from benchmarks.ratio import Spread, options, parsed, summary
 from benchmarks.runs import ROOT, environment, torchrun, with_set
 from benchmarks.shapes import SHAPES
@@ -142,6 +140,14 @@ class Session:
             for line in figures_of(folder):
                 self.report.say(f"{run.name}: {line}")
 
+    def conclude(self) -> None:
+        """Say how each part has ended, and which share of them passed."""
+        for name, ending in self.outcomes.items():
+            self.report.say(f"# {name}: {ending}")
+        share = sum(ending == PASSED for ending in self.outcomes.values()) / max(1, len(self.outcomes))
+        self.report.say(json.dumps(summary(f"parts that passed on {description(self.kind)}", Spread.of([share]),
+                                           "share", goal=None, met=None)))
+
 
 def ended(process: subprocess.Popen, limit: float) -> str:
     """Return how a process ended; one that takes longer than `limit` seconds is told to, and then killed."""
@@ -233,29 +239,19 @@ def session(given: argparse.Namespace, work: Path) -> None:
             each.run(WHOLE_RUNS[shape])
     for shape in shapes:
         each.part(f"figures {shape}", 480, [*measured, "--shape", shape], keep=True)
-    for name, ending in each.outcomes.items():
-        if ending != PASSED:
-            report.say(f"# {name}: {ending}")
-    share = sum(ending == PASSED for ending in each.outcomes.values()) / max(1, len(each.outcomes))
-    report.say(json.dumps(summary(f"parts that passed on {description(given.device)}", Spread.of([share]), "share",
-                                  goal=None, met=None)))
+    each.conclude()
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = options(__doc__, repeats=None)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    device_options(parser)
     parser.add_argument("--together", type=int, default=1, help="tests and runs at a time, which blurs their seconds")
     parser.add_argument("--shape", choices=SHAPES, nargs="*", default=["0.5B", "7B"], help="models; default 0.5B 7B")
     parser.add_argument("--large-alone", action="store_true", help="only what has a model of these shapes")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all of it; default {MINUTES:g}")
-    parser.add_argument("--output", type=Path, help=f"a file for what is printed; default {RESULTS.name} among the "
-                        "results, with --device cpu none")
     given = parsed(parser, arguments)
-    if given.device == "cuda":
-        if not torch.cuda.device_count():
-            print(f"skipped: torch {torch.__version__} finds no GPU here; --device cpu --quick shows that it works")
-            return
-        given.output = given.output or RESULTS
+    if not has_device(given, RESULTS):
+        return
     with tempfile.TemporaryDirectory(prefix="gpu-session-") as folder:
         session(given, Path(folder))
 
