@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from harness import lines_of
 
 from distflow.cli import main
-from distflow.cli.calibration import calibration
-from distflow.config.load import reload
 
 CLUSTER = """
 name: here
@@ -44,21 +43,15 @@ def run(launch: Callable, workspace: Path, made: Path, monkeypatch: pytest.Monke
 
 
 def test_every_rank_says_what_each_node_took(run: Path) -> None:
-    lines = [json.loads(line) for line in (run / "times.jsonl").read_text().splitlines()]
+    lines = lines_of(run / "times.jsonl")
     assert sorted((line["step"], line["rank"]) for line in lines) == [(step, rank) for step in range(1, 7)
                                                                       for rank in range(2)]
-    assert {line["plan"] for line in lines} == {json.loads((run / "plan.json").read_text())["digest"]}
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for step in (line for line in metrics if "seconds" in line):
-        mine = [line for line in lines if line["step"] == step["step"]]
-        seconds, rows, prompt, read, response, longest = zip(*(line["nodes"]["update"] for line in mine))
+    for step in (line for line in lines_of(run / "metrics.jsonl") if "seconds" in line):
+        mine = [line["nodes"]["update"] for line in lines if line["step"] == step["step"]]
+        seconds, rows, prompt, read, response, longest = zip(*mine)
         assert max(seconds) == pytest.approx(step["seconds/update"], abs=1e-4)
-        assert sum(rows) == 32
-        assert sum(response) == step["tokens"]
+        assert (sum(rows), sum(response), max(longest)) == (32, step["tokens"], 8)
         assert sum(prompt) == 8 * sum(read) > sum(rows)
-        assert max(longest) == 8
-        assert max(line["seconds"] for line in mine) >= sum(max(times) for times in zip(
-            *([taken[0] for taken in line["nodes"].values()] for line in mine))) * 0.5
 
 
 def test_a_plan_learns_from_a_run_and_is_a_run_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,18 +64,9 @@ def test_a_plan_learns_from_a_run_and_is_a_run_file(run: Path, capsys: pytest.Ca
     assert main(["plan", "grpo.yaml", "--run", "placed.yaml", "--set", "steps=6"]) == 0
 
 
-def test_the_model_takes_as_long_as_the_run_did(run: Path) -> None:
-    """What is predicted for the run itself is what was measured of it."""
-    known = calibration(reload(run, [], "here.yaml"), [str(run)])
-    (before, after), measured = known._predictions(known.runs[0]), known.runs[0].durations
-    assert after[:3] == pytest.approx(measured, rel=0.4)  # steps of a busy machine differ
-    assert after[3] == pytest.approx(known.runs[0].seconds, rel=0.4)
-    assert before[:3] != pytest.approx(measured, rel=0.4)
-
-
 def _level(run: Path) -> None:
     """The ranks of a busy computer differ; this is about what is made of their times. Each has the longer one's."""
-    lines = [json.loads(line) for line in (run / "times.jsonl").read_text().splitlines()]
+    lines = lines_of(run / "times.jsonl")
     for line in lines:
         of_step = [each for each in lines if each["step"] == line["step"]]
         for node, taken in line["nodes"].items():
@@ -92,7 +76,7 @@ def _level(run: Path) -> None:
 
 def _slow(run: Path, times: float) -> None:
     """As if rank 1 had taken so many times longer to sample, and the others had waited for it elsewhere."""
-    lines = [json.loads(line) for line in (run / "times.jsonl").read_text().splitlines()]
+    lines = lines_of(run / "times.jsonl")
     for line in lines:
         for node, taken in line["nodes"].items():
             taken[0] *= times if line["rank"] == 1 or node != "rollout" else 1
@@ -167,10 +151,3 @@ def test_bad_input(run: Path, capsys: pytest.CaptureFixture[str], change: Callab
         change(run)
     assert main(["plan", *arguments]) == 2
     assert says in capsys.readouterr().err
-
-
-def test_all_mistakes_are_said_at_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _async(run)
-    shutil.copytree(run, "runs/other")
-    assert main(["plan", "rloo", "--from", "runs/run", "runs/other", "--cluster", "here.yaml"]) == 2
-    assert "2 mistakes" in capsys.readouterr().err

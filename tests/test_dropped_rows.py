@@ -38,7 +38,7 @@ nodes:
   update:    {role: actor,     type: MODEL_TRAIN,     function: policy_update,   dependencies: [advantage, reference],
               with: {clip: 0.2, kl: 0.001}}
 """
-RUN = ("--dag", "filtered.yaml", "--run-file", "tiny.yaml", "--set", "steps=4")
+RUN = ("--dag", "filtered.yaml", "--run-file", "tiny.yaml", "steps=4")
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def files(workspace):
 
 
 def test_a_step_that_loses_all_rows_trains_nothing_and_says_so(launch, workspace):
-    done = launch(2, *RUN, "--name", "none", "--set", "steps=2", "--set", "nodes.lost.function=nothing")
+    done = launch(2, *RUN, "--name", "none", "steps=2", "nodes.lost.function=nothing")
     assert "step 1: node `filter` left 0 of 4 prompts in 4 draws; the step went on with them" in done.stdout
     lines = (workspace / "runs/none/metrics.jsonl").read_text()
     assert '"filter/filter/prompts_short": 4' in lines

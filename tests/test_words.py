@@ -11,59 +11,15 @@ from collections.abc import Iterator
 import pytest
 from harness import ROOT
 
-EVERYWHERE = {
-    "alarm", "arrivals", "attic", "beat", "berth", "board", "census", "companions", "crew", "debts", "desk",
-    "door", "era", "flaw", "glance", "leavable", "lingering", "lingers", "listener", "needless", "nursery",
-    "obeyed", "overtaken", "parcel", "presence", "shelf", "supplier", "tasklet", "unlikeliness", "vain",
-    "watcher", "watchman", "whereabouts"}
-"""Words of the first design that name nothing any more in all that has moved."""
-RETIRED: dict[str, set[str]] = {
-    "distflow/rpc": {
-        "anew", "apart", "board", "controller", "doubtful", "foretell", "life", "neighbour", "nobody", "owes",
-        "pulse", "seat", "warehouse"},
-    "distflow/dock": {
-        "anew", "apart", "board", "controller", "doubtful", "foretell", "life", "neighbour", "nobody", "owes",
-        "pulse", "seat"},
-    "distflow/data": {
-        "anew", "apart", "board", "controller", "doubtful", "foretell", "life", "lives", "neighbour", "nobody",
-        "pulse", "seat", "warehouse"},
-    "distflow/weights": {
-        "anew", "apart", "board", "controller", "doubtful", "foretell", "life", "neighbour", "nobody", "owes",
-        "pulse", "seat", "warehouse"},
-    "distflow/recovery": {
-        "anew", "apart", "doubtful", "foretell", "neighbour", "nobody", "owes", "pulse", "seat", "warehouse"},
-    "distflow/telemetry": {
-        "controller", "doubtful", "foretell", "neighbour", "owes", "warehouse"},
-    "distflow/config": {
-        "anew", "controller", "doubtful", "foretell", "life", "lives", "nobody", "owes", "pulse", "seat",
-        "warehouse"},
-    "distflow/contracts": {
-        "anew", "apart", "board", "controller", "doubtful", "foretell", "life", "lives", "neighbour", "nobody",
-        "owes", "pulse", "seat", "warehouse"},
-    "distflow/cli": {
-        "anew", "apart", "controller", "doubtful", "foretell", "life", "lives", "nobody", "owes", "pulse", "seat"},
-    "distflow/plan.py": {
-        "anew", "board", "controller", "doubtful", "foretell", "life", "lives", "nobody", "owes", "pulse", "seat",
-        "warehouse"},
-    "planners": {
-        "anew", "board", "foretell", "life", "lives", "neighbour", "nobody", "owes", "pulse", "seat"},
-    "workers/engines": {
-        "anew", "board", "controller", "doubtful", "foretell", "life", "lives", "neighbour", "owes", "pulse", "seat",
-        "warehouse"},
-    "workers/isolation": {
-        "anew", "apart", "board", "controller", "doubtful", "foretell", "life", "neighbour", "owes", "pulse", "seat",
-        "warehouse"},
-    "workers/functions": {
-        "anew", "board", "controller", "doubtful", "life", "lives", "neighbour", "nobody", "owes", "pulse", "seat",
-        "warehouse"},
-    "distflow/launch.py": {"anew", "foretell", "nobody", "owes", "pulse", "seat", "warehouse"},
-    **{f"workers/{name}.py": {"anew", "controller", "doubtful", "foretell", "owes", "pulse", "seat", "warehouse"}
-       for name in ("colocated", "context", "elastic", "encode", "execution", "fusion", "loop", "loopback", "probe",
-                    "roles", "rollout", "rollout_channel", "sink", "sources", "train_context", "train_state",
-                    "validation", "weight_sync", "worker")},
-}
-"""Package or module: its retired words beside those."""
-
+RETIRED = {
+    "alarm", "anew", "arrivals", "attic", "beat", "berth", "board", "census", "companions", "controller", "crew",
+    "debts",
+    "desk", "door", "doubtful", "era", "flaw", "foretell", "glance", "leavable", "lingering", "lingers", "listener",
+    "needless", "nursery", "obeyed", "overtaken", "owes", "parcel", "presence", "pulse", "seat", "shelf", "supplier",
+    "tasklet", "unlikeliness", "vain", "warehouse", "watcher", "watchman", "whereabouts"}
+ALLOWED = {"distflow/__init__.py": {"controller"}, "distflow/dock/selection.py": {"warehouses"},
+           "planners/transfers.py": {"warehouses"}}
+"""Words of papers, where these are spoken of."""
 MESSAGES = {
     "--board", "begun rows lost", "distflow board", "neighbour lost", "neighbour/seconds", "orphans left",
     "rows divided", "rows taken back", "rows taken over", "worker rests", "worker useful"}
@@ -88,24 +44,22 @@ def found(text: str, retired: set[str]) -> list[str]:
     return [f"line {line}: {word}" for line, word in words_of(text) if word in both]
 
 
-@pytest.mark.parametrize("package", RETIRED)
-def test_retired_words_stay_away(package: str) -> None:
-    folder = ROOT / package
-    files = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]
-    assert files
-    retired = RETIRED[package] | EVERYWHERE
-    assert {str(file.relative_to(ROOT)): wrong for file in files if (wrong := found(file.read_text(), retired))} == {}
-    assert [file.name for file in files if set(file.stem.split("_")) & retired] == []
+FILES = [file for top in ("distflow", "planners", "workers") for file in sorted((ROOT / top).rglob("*.py"))]
+
+
+def test_retired_words_stay_away() -> None:
+    wrong = {str(file.relative_to(ROOT)): found(file.read_text(), RETIRED) for file in FILES}
+    assert {name: lines for name, lines in wrong.items() if lines and not (
+        {line.partition(": ")[2] for line in lines} <= ALLOWED.get(name, set()))} == {}
+    assert [file.name for file in FILES if set(file.stem.split("_")) & RETIRED] == []
 
 
 def test_retired_messages_stay_away() -> None:
-    files = [file for top in ("distflow", "planners", "workers") for file in (ROOT / top).rglob("*.py")]
-    wrong = {f"{file.relative_to(ROOT)}:{node.lineno}: {text}" for file in files
+    wrong = {f"{file.relative_to(ROOT)}:{node.lineno}: {text}" for file in FILES
              for node in ast.walk(ast.parse(file.read_text()))
              if isinstance(node, ast.Constant) and isinstance(node.value, str)
              for text in MESSAGES if text in node.value
              and text not in READ_STILL.get(str(file.relative_to(ROOT)), ())}
-    assert files
     assert wrong == set()
 
 
@@ -113,8 +67,3 @@ def test_retired_messages_stay_away() -> None:
                                   "x.seats"])
 def test_a_retired_word_is_found(text: str) -> None:
     assert found(text, {"seat"})
-
-
-@pytest.mark.parametrize("text", ["seating = 1", "# a seat", "x = 'seat'", "unseated = 2"])
-def test_other_words_are_not(text: str) -> None:
-    assert not found(text, {"seat"})
