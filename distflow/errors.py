@@ -7,7 +7,6 @@ DistflowError
 ├── CheckpointError   a checkpoint is incomplete, missing or of another run
 ├── FolderUnavailable the file system of a run's folder stays away
 ├── Superseded        a newer trainer goes on with the run of this one
-├── SamplesChanged    a step was repeated, and its samples came otherwise
 ├── Disagreement      ranks that must be alike are not; names the rank and the difference
 ├── StepFailed        a detector refuses a step, and is set to have it repeated
 ├── RewardsFailed     rewards have failed for every sample of several steps in a row
@@ -141,12 +140,6 @@ class Superseded(DistflowError):
     """A newer trainer goes on with the run of this one, which writes nothing more into its folder."""
 
     passing, elsewhere = False, True
-
-
-class SamplesChanged(DistflowError):
-    """A trainer that repeats a step has sampled otherwise than other trainers have it. Resume from a checkpoint."""
-
-    passing = False
 
 
 class Disagreement(DistflowError):

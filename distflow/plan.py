@@ -148,7 +148,6 @@ class Task:
     draws: int = 1  # most draws of prompts in a step, for each of which this task and all before it run
     samples: bool = False
     arrives: bool = False  # whether its columns come from elsewhere: from the dock, or from `Plan.early`
-    awaited: bool = False  # whether they come from another trainer, within the step; the others are there as it begins
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     inputs: str = ""  # digest of the DAG and the run, by which ranks with other settings are found
     dock: tuple[Transfer, ...] = ()
-    """Transfers through the dock, by producer: to and from the first trainer, or from another group."""
+    """Transfers through the dock, by producer: to and from the trainer, or from another group."""
     early: Plan | None = None
     """Tasks that the trainer runs on a step's prompts as they come, while others are still sampled."""
     samplers: tuple[tuple[str, Layout], ...] = ()
@@ -259,12 +258,12 @@ class Group:
 
     @property
     def kind(self) -> str:
-        """TRAINER, ROLLOUT or INFERENCE. Of several trainers, the first has no other name."""
+        """TRAINER, ROLLOUT or INFERENCE."""
         return self.name.partition(" ")[0]
 
     @property
     def role(self) -> str:
-        """The role whose ranks these are; "" of the first trainer and of rollouts."""
+        """The role whose ranks these are; "" of the trainer and of rollouts."""
         return self.name.partition(" ")[2]
 
     @property

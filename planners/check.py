@@ -193,11 +193,10 @@ def _check_use(spec: Spec, unknown: bool) -> list[Diagnostic]:
                 what = "`generation.routing_replay` has no effect with `training_api`, whose rows have no experts"
                 at = ("roles", name, "generation", "routing_replay")
                 return [Diagnostic(what, spec.run_source.location(at, key=True), "Take `routing_replay` out.")]
-    alone = spec.run.mode == "sync" and not spec.run.groups.of_roles
-    if spec.run.training_api and not (alone and answering):
+    if spec.run.training_api and not (spec.run.mode == "sync" and answering):
         what = "needs a DAG that trains a role with a vocabulary, as grpo or sft"
         if answering:
-            what = "needs  mode: sync , without ranks for one role alone (`groups`)"
+            what = "needs  mode: sync"
         return [Diagnostic(f"`training_api` {what}", spec.run_source.location(("training_api",), key=True))]
     return []
 
@@ -322,16 +321,14 @@ def check_profile(spec: Spec) -> Iterator[Diagnostic]:
                          spec.run_source.location(("profile",)), hint)
 
 
-def check_faults(spec: Spec, groups: Mapping[str, range], trainers: range = range(0)) -> list[Diagnostic]:
-    """Return the mistakes of each fault, located in the run file. `groups`: the ranks of each; `trainers`: those of
-    roles that train apart, which a fault of the trainer may name."""
+def check_faults(spec: Spec, groups: Mapping[str, range]) -> list[Diagnostic]:
+    """Return the mistakes of each fault, located in the run file. `groups`: the ranks of each."""
     return [Diagnostic(f"faults[{number}]: {what}", spec.run_source.location(("faults", number, key)), hint)
             for number, fault in enumerate(spec.run.faults)
-            for key, what, hint in _wrong(spec, fault, groups, trainers)]
+            for key, what, hint in _wrong(spec, fault, groups)]
 
 
-def _wrong(spec: Spec, fault: Fault, groups: Mapping[str, range],
-           trainers: range) -> Iterator[tuple[str, str, str]]:
+def _wrong(spec: Spec, fault: Fault, groups: Mapping[str, range]) -> Iterator[tuple[str, str, str]]:
     """Yield the key that is wrong, what is wrong with it, and what to write instead."""
     if fault.group == INFERENCE and not groups.get(INFERENCE) and spec.run.mode != "sync":
         yield "group", "no role has ranks of its own that only infer: the run has no `groups.inference`", \
@@ -346,8 +343,7 @@ def _wrong(spec: Spec, fault: Fault, groups: Mapping[str, range],
         yield "group", f"group `{fault.group}` has no rank: with  groups: {{rollout: 0}}  those that train sample", \
             "Write  group: trainer , with  phase: generating  for the time in which they sample"
         return
-    named_apart = fault.group == TRAINER and fault.rank in trainers
-    if fault.rank is not None and fault.rank not in ranks and not named_apart:
+    if fault.rank is not None and fault.rank not in ranks:
         yield "rank", f"rank {fault.rank} is not one of the {fault.group}'s", \
             f"It has {ranks.start} to {ranks.stop - 1}; without `rank` the seed draws one of them."
     if fault.phase == "starting":
@@ -377,8 +373,7 @@ def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumn
     notes += untested(spec)
     notes += [f"`{key}` changes nothing in mode sync, where all ranks sample and then train. Set  mode: async"
               for key in _GROUP_KEYS
-              if spec.run.mode == "sync" and getattr(spec.run, key) != Run.model_fields[key].default
-              and not (key == "groups" and spec.run.groups.of_roles)]
+              if spec.run.mode == "sync" and getattr(spec.run, key) != Run.model_fields[key].default]
     if spec.run.mode == "async" and spec.run.switch_at != Run.model_fields["switch_at"].default:
         notes.append("`switch_at` changes nothing in mode async, where no rank both samples and trains. "
                      "Set  mode: semi_sync")
@@ -416,20 +411,15 @@ def _idle(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns])
                 yield from ((node, read.name, setting) for read in flows[node].reads if read.parameter == parameter)
 
 
-def role_location(spec: Spec, role: str, key: str) -> Location | None:
-    """Return where `groups` gives a role ranks of its own; `key`: inference or trainers."""
-    return spec.run_source.location(("groups", key, role), key=True)
+def role_location(spec: Spec, role: str) -> Location | None:
+    """Return where `groups.inference` gives a role ranks of its own."""
+    return spec.run_source.location(("groups", "inference", role), key=True)
 
 
-def unknown_role(spec: Spec, role: str, key: str) -> Diagnostic:
-    what = f"`groups.{key}` names `{role}`, which is not a role with a model in DAG `{spec.dag.name}`"
-    return Diagnostic(what, role_location(spec, role, key), did_you_mean(role, spec.dag.roles, "Roles"))
-
-
-def refused_role(spec: Spec, role: str, why: str, node: str | None = None, *, key: str) -> Diagnostic:
-    """Return that a role cannot be on other ranks than the first that train. `node`: whose line shows why."""
-    where = role_location(spec, role, key)
+def refusal(spec: Spec, role: str, why: str, node: str | None = None) -> Diagnostic:
+    """Return that a role cannot be on other ranks than those that train. `node`: whose line shows why."""
+    where = role_location(spec, role)
     lines = (where, spec.dag_source.location(("nodes", node), key=True)) if node else (where,)
-    return Diagnostic(f"role `{role}` cannot be on other ranks than the first that train: {why}", where,
-                      f"Take `{role}` out of  groups.{key}  : these ranks have it then",
+    return Diagnostic(f"role `{role}` cannot be on other ranks than those that train: {why}", where,
+                      f"Take `{role}` out of  groups.inference  : these ranks have it then",
                       tuple(filter(None, lines)))

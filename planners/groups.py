@@ -4,7 +4,6 @@
     rollout            those that sample, with their inputs; COMPUTE nodes that read only columns of this group, such as
                        rewards; frozen roles with  groups: {inference: {ROLE: rollout}}
     inference ROLE     a frozen role with ranks of its own, and others colocated with it (`planners.inference`)
-    trainer ROLE       a trained role with ranks of its own, and frozen ones colocated with it (`planners.trainers`)
     trainer            all others; nodes in `layouts` that do not sample, and on rows that may have been dropped, too
 
 Between the groups, columns pass through the dock. A `row_wise` node of the trainer need not wait for the whole step: it
@@ -14,7 +13,6 @@ rows the rollout's filters drop is known by then: they are dropped before the no
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, replace
 
@@ -22,11 +20,10 @@ from distflow.config.spec import Spec
 from distflow.contracts.forms import ENGINE_TYPES, Contract
 from distflow.errors import Diagnostic
 from distflow.plan import KEEP, REWARD_PARTS, ROLLOUT, SOURCE, TRAINER, Group, Layout, Plan, Task, Transfer
-from planners.check import refused_role
+from planners.check import refusal
 from planners.columns import SHOWN, NodeColumns
 from planners.inference import InferenceCut, check_colocated_roles, check_on_rollouts, cut_inference, why_not
 from planners.resampling import draws_of
-from planners.trainers import TrainerCut, cut_trainers
 from planners.transfers import row_bytes
 
 _READABLE = (*SHOWN, REWARD_PARTS)
@@ -48,7 +45,6 @@ class GroupCut:
     """Layout of one rollout's model."""
     sampling: frozenset[str]
     inference: tuple[InferenceCut, ...] = ()
-    trainers: tuple[TrainerCut, ...] = ()
 
     @property
     def samplers(self) -> dict[str, Layout]:
@@ -64,12 +60,8 @@ class GroupCut:
 
     def owner(self, node: str) -> str:
         """Return the group that runs a node."""
-        apart = next((each.group for each in (*self.inference, *self.trainers) if node in each.nodes), TRAINER)
+        apart = next((each.group for each in self.inference if node in each.nodes), TRAINER)
         return ROLLOUT if node in self.nodes else apart
-
-    @property
-    def trained_by_others(self) -> frozenset[str]:
-        return frozenset().union(*(each.nodes for each in self.trainers))
 
     def own(self, group: str) -> frozenset[str]:
         return frozenset(node for node in self.chain if self.owner(node) == group)
@@ -82,15 +74,12 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
     trainer, model, found = _sizes(spec, sampling, ranks)
     found += check_on_rollouts(spec, bound, chain, flows, model.width)
     found += check_colocated_roles(spec, bound, chain, flows)
-    first = ranks - spec.run.groups.of_roles
+    first = ranks - sum(spec.run.groups.inference_ranks.values())
     inference, unfit = cut_inference(spec, bound, chain, flows, nodes, first)
     apart = nodes.union(*(each.nodes for each in inference))
-    of_trainers = first + sum(spec.run.groups.inference_ranks.values())
-    trainers, odd = cut_trainers(spec, bound, chain, flows, apart, of_trainers)
-    of_first = {node for node in chain if node in bound}.difference(apart, *(each.nodes for each in trainers))
-    crossing = {node: names for own in (nodes, *(each.nodes for each in (*inference, *trainers)), of_first)
-                for node in chain if node in own
-                and (names := _crossing(node, own, flows, () if own is of_first else (KEEP, *_READABLE)))}
+    trained = {node for node in chain if node in bound} - apart
+    crossing = {node: names for own in (nodes, *(each.nodes for each in inference)) for node in chain if node in own
+                and (names := _crossing(node, own, flows, (KEEP, *_READABLE)))}
     trains = any(contract.marks.type == "MODEL_TRAIN" for contract in bound.values())
     if not mistakes and not (sampling and trains):
         what = (f"mode {spec.run.mode} has ranks that {'train' if sampling else 'sample'} while others "
@@ -102,12 +91,11 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
         max((first - trainer) // model.width, 1)
     fused = frozenset()
     if spec.run.fuse and spec.run.on_stale == "wait" and replicas:
-        own = [node for node in chain if node in apart | of_first]
+        own = [node for node in chain if node in apart | trained]
         fused = _fused(spec, bound, own, flows, apart) - crossing.keys()
     roles = frozenset(spec.dag.nodes[node].role for node in sampling)
-    halves = GroupCut(frozenset(nodes), crossing, fused, tuple(chain), trainer, replicas, model, roles, inference,
-                      trainers)
-    return halves, [*mistakes, *found, *unfit, *odd]
+    halves = GroupCut(frozenset(nodes), crossing, fused, tuple(chain), trainer, replicas, model, roles, inference)
+    return halves, [*mistakes, *found, *unfit]
 
 
 def _of_rollout(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],
@@ -129,42 +117,14 @@ def _of_rollout(spec: Spec, bound: dict[str, Contract], chain: list[str], flows:
             nodes.add(node)
         elif item.role in on_rollouts and item.type in ENGINE_TYPES:
             if why := why_not(spec, bound, chain, flows, node, ahead):
-                mistakes.append(refused_role(spec, item.role, f"node `{node}` {why}", node, key="inference"))
+                mistakes.append(refusal(spec, item.role, f"node `{node}` {why}", node))
             nodes.add(node)
     return nodes, mistakes
 
 
-def cut_roles(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],
-              ranks: int) -> tuple[GroupCut, list[Diagnostic]]:
-    """Cut only roles out of a run in mode sync, whose first ranks sample, and train all others."""
-    first, groups = ranks - spec.run.groups.of_roles, spec.run.groups
-    roles = {node: item.role for node, item in spec.dag.nodes.items() if item.type in ENGINE_TYPES}
-    infers, trains = ({role for host in hosts for role in groups.roles_on_ranks_of(host)}
-                      for hosts in (groups.inference_ranks, groups.trainers))
-    before = {*itertools.takewhile(lambda node: roles.get(node) not in infers, chain)} & bound.keys()
-    before = {node for node in before if roles.get(node) not in trains}
-    inference, unfit = cut_inference(spec, bound, chain, flows, before, max(first, 1))
-    trainers, mistakes = cut_trainers(spec, bound, chain, flows, set().union(*(each.nodes for each in inference)),
-                                      max(first, 1) + sum(groups.inference_ranks.values()))
-    if first < 1:
-        what = f"roles have {ranks - first} ranks of their own, and of {ranks} none is left to sample and to train"
-        mistakes.append(Diagnostic(what, spec.run_source.location(("groups",), key=True),
-                                   f"Start {ranks - first + 1} ranks or more"))
-    of_first = {node for node in chain if node in bound}.difference(*(each.nodes for each in (*inference, *trainers)))
-    mistakes += [*check_on_rollouts(spec, bound, chain, flows), *check_colocated_roles(spec, bound, chain, flows)]
-    crossing = {node: names for own in (*(each.nodes for each in (*inference, *trainers)), of_first) for node in chain
-                if node in own and (names := _crossing(node, own, flows, (KEEP,)))}
-    halves = GroupCut(frozenset(), crossing, frozenset(), tuple(chain), max(first, 1), 0, Layout(1), frozenset(),
-                      inference, trainers)
-    return halves, mistakes + unfit + _check_fans(spec, crossing, flows)
-
-
-def joined(trainer: Plan, rollout: Plan | None, inference: Iterable[Plan], trainers: Iterable[Plan], halves: GroupCut,
-           ranks: int) -> Plan:
-    groups = (Group(TRAINER, 0, 1, trainer),
-              *([Group(ROLLOUT, halves.trainer, halves.replicas, rollout)] if rollout else []),
-              *(Group(each.group, each.first, each.replicas, plan) for each, plan in zip(halves.inference, inference)),
-              *(Group(each.group, each.first, 1, plan) for each, plan in zip(halves.trainers, trainers)))
+def joined(trainer: Plan, rollout: Plan, inference: Iterable[Plan], halves: GroupCut, ranks: int) -> Plan:
+    groups = (Group(TRAINER, 0, 1, trainer), Group(ROLLOUT, halves.trainer, halves.replicas, rollout),
+              *(Group(each.group, each.first, each.replicas, plan) for each, plan in zip(halves.inference, inference)))
     own = {task.node: task for task in trainer.chain(0)}
     for group in groups[1:]:
         for task in group.plan.chain(0):
@@ -183,7 +143,7 @@ def of_trainer(tasks: Iterable[Task], halves: GroupCut) -> tuple[Task, ...]:
     own = {task.node: task.writes for task in tasks if halves.owner(task.node) == TRAINER}
     bring = halves.crossing | {node: own[node] for node in halves.fused}
     return tuple(task if task.node in own and task.node not in halves.fused else
-                 _bringing(task, bring, task.node in halves.trained_by_others or not halves.nodes)
+                 _bringing(task, bring)
                  for task in tasks if task.node in own or task.node in halves.crossing or task.samples)
 
 
@@ -192,13 +152,10 @@ def of_arriving(tasks: Iterable[Task], halves: GroupCut, nodes: frozenset[str]) 
     wanted = {task.node: {(move.producer, name) for move in task.transfers for name in move.columns}
               for task in tasks if task.node in nodes}
     read = set().union(*wanted.values())
-    trained = halves.trained_by_others | halves.own(TRAINER)
-    if not halves.nodes:  # mode sync: the step begins with what comes before these in the chain
-        trained -= {*itertools.takewhile(lambda node: node not in nodes, halves.chain)}
     filters = next((each.filters for each in halves.inference if nodes == each.nodes), halves.crossing.keys())
     bring = {node: tuple(name for name in names if (node, name) in read or (name == KEEP and node in filters))
              for node, names in halves.crossing.items()}
-    return tuple(task if task.node in nodes else _bringing(task, bring, task.node in trained)
+    return tuple(task if task.node in nodes else _bringing(task, bring)
                  for task in tasks if task.node in wanted or task.node in halves.crossing
                  or (task.node in halves.nodes and task.samples))
 
@@ -209,7 +166,7 @@ def of_rollout(tasks: Iterable[Task], halves: GroupCut) -> tuple[Task, ...]:
 
 def crossings(spec: Spec, halves: GroupCut, flows: dict[str, NodeColumns], bound: dict[str, Contract],
               group: str) -> tuple[Transfer, ...]:
-    """Return the transfers through the dock, by producer: all of them for the first trainer, or those of a group."""
+    """Return the transfers through the dock, by producer: all of them for the trainer, or those of a group."""
     result = []
     for node, names in halves.crossing.items():
         if group not in (TRAINER, halves.owner(node)):
@@ -222,8 +179,8 @@ def crossings(spec: Spec, halves: GroupCut, flows: dict[str, NodeColumns], bound
     return tuple(result)
 
 
-def _bringing(task: Task, columns: dict[str, tuple[str, ...]], awaited: bool) -> Task:
-    return replace(task, writes=columns.get(task.node, ()), transfers=(), arrives=True, awaited=awaited)
+def _bringing(task: Task, columns: dict[str, tuple[str, ...]]) -> Task:
+    return replace(task, writes=columns.get(task.node, ()), transfers=(), arrives=True)
 
 
 def _fused(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],
@@ -283,10 +240,7 @@ def _check_fans(spec: Spec, crossing: dict[str, tuple[str, ...]], flows: dict[st
         if flows[finest].out_fan[: len(fan)] != fan:
             what = (f"mode {spec.run.mode}: the trainer needs columns of nodes `{finest}` and `{node}`, which repeat "
                     "the same rows independently, so that they cannot travel together")
-            keys = " and no ".join(f"groups.{key}" for key in ("trainers", "inference")
-                                   if getattr(spec.run.groups, key))
-            hint = f"Instead:  no {keys}" if spec.run.mode == "sync" else "Instead:  mode: sync" + (
-                f", and no {keys}" if keys else "")
+            hint = "Instead:  mode: sync" + (", and no groups.inference" if spec.run.groups.inference else "")
             return [Diagnostic(what, spec.dag_source.location(("nodes", node), key=True), hint)]
     return []
 
@@ -308,10 +262,9 @@ def _check_stale(spec: Spec, flows: dict[str, NodeColumns], nodes: set[str],
     corrects = any({"importance", "response_mask"} & {*flow.writes} and "rollout_logprobs" in {
         column.name for column in flow.reads} for node, flow in flows.items() if node not in nodes)
     groups = spec.run.groups
-    if spec.run.on_stale != "wait" and groups.of_roles:
-        key, who = ("inference", "only infer") if groups.inference_ranks else ("trainers", "train one role")
-        what, hint = (f"ranks that {who} take prompts step by step, and with on_stale: {spec.run.on_stale} there is no "
-                      "order of steps"), f"Instead:  on_stale: wait, or no  groups.{key}"
+    if spec.run.on_stale != "wait" and groups.inference_ranks:
+        what, hint = (f"ranks that only infer take prompts step by step, and with on_stale: {spec.run.on_stale} there "
+                      "is no order of steps"), "Instead:  on_stale: wait, or no  groups.inference"
     elif spec.run.on_stale == "keep" and not corrects:
         what, hint = (f"DAG `{spec.dag.name}` has no node that corrects for old weights, so on_stale: keep would train "
                       "on samples of another policy as if they were its own"), \
@@ -326,7 +279,7 @@ def _check_stale(spec: Spec, flows: dict[str, NodeColumns], nodes: set[str],
 
 def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, list[Diagnostic]]:
     """Return how many ranks train, and the layout of a rollout's model; roles of their own have the last ranks."""
-    wanted, mode, apart = spec.run.groups.rollout, spec.run.mode, spec.run.groups.of_roles
+    wanted, mode, apart = spec.run.groups.rollout, spec.run.mode, sum(spec.run.groups.inference_ranks.values())
     ranks -= apart
     split = next((node for node in sampling if node in spec.run.layouts), None)
     asked = spec.run.layouts[split] if split else None
@@ -336,8 +289,7 @@ def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, li
     colocated = mode == "semi_sync"
     needed = 1 if colocated and not count else 2
     if ranks < needed:
-        keys = " and ".join(f"groups.{key}" for key in ("inference", "trainers") if getattr(spec.run.groups, key))
-        beside = f" beside the {apart} of {keys}" if apart else ""
+        beside = f" beside the {apart} of groups.inference" if apart else ""
         least = "2 ranks" if needed > 1 else "1 rank"
         what = (f"mode {mode} needs at least {least}{beside}{', one that trains and one that samples' * (needed > 1)}; "
                 f"here {'is' if ranks == 1 else 'are'} {max(ranks, 0)}")

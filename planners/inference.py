@@ -1,7 +1,7 @@
 """Moves frozen roles from the trainer to ranks of their own, or to the rollout ranks (`groups.inference`).
 
     {ROLE: N}          N ranks that only infer: `cut_inference` makes them a group with replicas of the model
-    {ROLE: OTHER}      the ranks that another role has so, or in `groups.trainers`: `check_colocated_roles` checks
+    {ROLE: OTHER}      the ranks that another role has so: `check_colocated_roles` checks
     {ROLE: rollout}    the ranks that sample, each with the whole model, or the first of those that share a rollout's:
                        `check_on_rollouts` checks, `groups.py` cuts
 
@@ -13,7 +13,6 @@ filter ahead of its nodes has dropped it does not compute.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -22,13 +21,10 @@ from distflow.config.spec import Spec
 from distflow.contracts.forms import ENGINE_TYPES, Contract
 from distflow.errors import Diagnostic, did_you_mean
 from distflow.plan import INFERENCE, KEEP, ROLLOUT, SOURCE, Layout
-from planners.check import prompted_role, refused_role, role_location, unknown_role
+from planners.check import prompted_role, refusal, role_location
 from planners.columns import NodeColumns
 from planners.placement import can_leave_out
 from planners.resampling import draws_of
-
-_refusal = functools.partial(refused_role, key="inference")
-_where = functools.partial(role_location, key="inference")
 
 
 @dataclass(frozen=True)
@@ -66,14 +62,14 @@ def cut_inference(spec: Spec, bound: Mapping[str, Contract], chain: list[str], f
     for node in (node for node in chain if any(node in own for role, own in each.items() if role not in unfit)):
         drops = "drops rows, which ranks that only infer cannot" if KEEP in flows[node].writes else ""
         if why := drops or why_not(spec, bound, chain, flows, node, ahead):
-            mistakes.append(_refusal(spec, spec.dag.nodes[node].role, f"node `{node}` {why}", node))
+            mistakes.append(refusal(spec, spec.dag.nodes[node].role, f"node `{node}` {why}", node))
         ahead.add(node)
     nodes = {host: [node for node in chain if any(node in each[role] for role in groups.roles_on_ranks_of(host))]
              for host in groups.inference_ranks}
     order, waiting = _ordered({role: _waits_for(nodes, role, flows) for role in nodes})
     if waiting:
-        mistakes.append(_refusal(spec, waiting[-1], f"it and {' and '.join(f'`{role}`' for role in waiting[:-1])} read "
-                                 "what the other writes, so that each would wait for the other's ranks"))
+        mistakes.append(refusal(spec, waiting[-1], f"it and {' and '.join(f'`{role}`' for role in waiting[:-1])} read "
+                                "what the other writes, so that each would wait for the other's ranks"))
     cuts = []
     for role in order:
         model, found = _model(spec, role, nodes[role])
@@ -90,12 +86,9 @@ def check_colocated_roles(spec: Spec, bound: Mapping[str, Contract], chain: list
     """Check the roles that are to be on the ranks which another role has of its own."""
     groups, mistakes = spec.run.groups, []
     for role, host in groups.colocated_with.items():
-        nodes = _nodes_of(spec, bound, chain, [role])[role]
-        if host in groups.trainers:
-            mistakes += _check_role(spec, role, nodes, flows)
-        elif host not in groups.inference_ranks:
+        if host not in groups.inference_ranks:
             mistakes.append(Diagnostic(f"role `{role}` is to be on the ranks of `{host}`, which has none of its own",
-                                       _where(spec, role), _host_hint(spec, role, host)))
+                                       role_location(spec, role), _host_hint(spec, role, host)))
     for host in groups.inference_ranks:
         here = _nodes_of(spec, bound, chain, groups.roles_on_ranks_of(host))
         first, *others = [node for nodes in here.values() for node in nodes if node in spec.run.layouts] or [""]
@@ -111,12 +104,11 @@ def _host_hint(spec: Spec, role: str, host: str) -> str:
     """Return what to write where the host of a role has no ranks of its own."""
     groups, seen = spec.run.groups, {role}
     if host not in {*spec.dag.roles, *groups.inference}:
-        return did_you_mean(host, [*groups.inference_ranks, *groups.trainers, ROLLOUT], "Ranks")
+        return did_you_mean(host, [*groups.inference_ranks, ROLLOUT], "Ranks")
     while host in groups.colocated_with and host not in seen:
         seen.add(host)
         host = groups.colocated_with[host]
-    with_ranks = host in groups.inference_ranks or host in groups.trainers
-    there = ROLLOUT if host in groups.on_rollouts or host == ROLLOUT else host if with_ranks else 1
+    there = ROLLOUT if host in groups.on_rollouts or host == ROLLOUT else host if host in groups.inference_ranks else 1
     return f"Instead:  groups: {{inference: {{{role}: {there}}}}}"
 
 
@@ -138,10 +130,10 @@ def check_on_rollouts(spec: Spec, bound: Mapping[str, Contract], chain: list[str
     for role in nodes:
         split = next((node for node in nodes[role] if node in spec.run.layouts), None)
         if any(bound[node].samples for node in nodes[role]):
-            mistakes.append(_refusal(spec, role, "it samples, with an engine that does not infer"))
+            mistakes.append(refusal(spec, role, "it samples, with an engine that does not infer"))
         elif spec.run.mode == "semi_sync":
-            mistakes.append(_refusal(spec, role, "in mode semi_sync ranks that train sample too, and of its model they "
-                                                 "have a part. It needs  mode: async"))
+            mistakes.append(refusal(spec, role, "in mode semi_sync ranks that train sample too, and of its model they "
+                                    "have a part. It needs  mode: async"))
         elif split and spec.run.mode == "async":
             mistakes.append(Diagnostic(f"node `{split}` is computed by ranks that sample (`groups.inference`), each of "
                                        "which has its whole model", spec.run_source.location(("layouts", split)),
@@ -164,22 +156,22 @@ def _nodes_of(spec: Spec, bound: Mapping[str, Contract], chain: list[str],
 
 def _check_role(spec: Spec, role: str, nodes: list[str], flows: Mapping[str, NodeColumns]) -> Iterator[Diagnostic]:
     if role not in spec.dag.roles:
-        yield unknown_role(spec, role, key="inference")
+        what = f"`groups.inference` names `{role}`, which is not a role with a model in DAG `{spec.dag.name}`"
+        yield Diagnostic(what, role_location(spec, role), did_you_mean(role, spec.dag.roles, "Roles"))
     elif not nodes:
-        yield _refusal(spec, role, "no node computes with its model")
+        yield refusal(spec, role, "no node computes with its model")
     elif spec.dag.roles[role].trained:
-        ranks = spec.run.groups.inference_ranks.get(role, 1)
-        yield Diagnostic(f"role `{role}` cannot have ranks that only infer: it is trained", _where(spec, role),
-                         f"Instead:  groups: {{trainers: {{{role}: {ranks}}}}}")
+        yield Diagnostic(f"role `{role}` cannot have ranks that only infer: it is trained", role_location(spec, role),
+                         f"Instead:  layouts: {{{nodes[0]}: {{first: N}}}}  , where N is the first of its ranks")
     elif spec.dag.roles[role].follow:
-        yield _refusal(spec, role, f"it follows `{spec.dag.roles[role].copy_of}`, whose weights these have")
+        yield refusal(spec, role, f"it follows `{spec.dag.roles[role].copy_of}`, whose weights these have")
     elif not any(column.producer in nodes for flow in flows.values() for column in flow.reads):
-        yield _refusal(spec, role, "nothing reads what its nodes write")
+        yield refusal(spec, role, "nothing reads what its nodes write")
     elif spec.run.data.images and spec.model_of(role) != spec.model_of(prompted_role(spec, spec.dag.nodes.values())):
-        yield _refusal(spec, role, "prompts have images, and its model is another than the one that reads them first")
+        yield refusal(spec, role, "prompts have images, and its model is another than the one that reads them first")
     elif base := base_of(spec, role):
-        yield _refusal(spec, role, f"it computes with the model under the adapters of `{base}`, which the ranks that "
-                       "train have anyway")
+        yield refusal(spec, role, f"it computes with the model under the adapters of `{base}`, which the ranks that "
+                      "train have anyway")
 
 
 def why_not(spec: Spec, bound: Mapping[str, Contract], chain: list[str], flows: Mapping[str, NodeColumns], node: str,
@@ -248,6 +240,18 @@ def _model(spec: Spec, role: str, nodes: list[str]) -> tuple[Layout, list[Diagno
                                    spec.run_source.location(("layouts", node, key)), f"Leave `{key}` out of it."))
     if ranks % width:
         what = f"role `{role}` has {ranks} ranks of its own, and `layouts` wants its model on {width} of them"
-        mistakes.append(Diagnostic(what, _where(spec, role), f"Instead:  groups: {{inference: {{{role}: "
+        mistakes.append(Diagnostic(what, role_location(spec, role), f"Instead:  groups: {{inference: {{{role}: "
                                    f"{max(ranks // width, 1) * width}}}}}"))
     return model, mistakes
+
+
+def check_sync(spec: Spec, ranks: int) -> list[Diagnostic]:
+    """Refuse ranks that only infer in mode sync, where `layouts` gives a role ranks of its own."""
+    apart = spec.run.groups.inference_ranks
+    nodes = [name for name, node in spec.dag.nodes.items() if node.role in apart and node.type in ENGINE_TYPES]
+    if not apart:
+        return []
+    first = max(ranks - sum(apart.values()), 1)
+    return [Diagnostic("`groups.inference` gives roles ranks next to those that sample while others train, which mode "
+                       "sync does not have", spec.run_source.location(("groups", "inference"), key=True),
+                       f"Instead:  layouts: {{{nodes[0] if nodes else 'NODE'}: {{first: {first}}}}}")]

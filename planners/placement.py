@@ -1,8 +1,13 @@
 """Gives each node its layout: all ranks of its group unless the run says less; in sync mode, all are one group.
 
+`first` gives a role ranks to itself, up to the next `first`; nodes that do not say it are on the ranks before. A rank
+skips what is on others, and takes part in no move of rows that it neither has nor gets. So nodes on different ranks
+that read nothing of each other run side by side.
+
 A model is split alike for all nodes that compute with the same engine: those of a role that train and infer share one,
 those that sample another. A node that the run file does not name follows another one of its engine, and a frozen copy
-without settings of its own the role that it copies. Rows of measured shares stay there for nodes without a model.
+without settings of its own the role that it copies, on the same ranks. Rows of measured shares stay there for nodes
+without a model.
 
 A model is on the ranks that have rows of any of its engine's nodes (`partial_engines`), if the engine can leave out the
 others: FSDP without `cp` and `replicas`, and transformers' rollouts. Else those have shares of 0 rows, and their part
@@ -39,6 +44,7 @@ class _LayoutRequest:
     rows: tuple[int, ...] = ()
     order: RankOrder = SHARES_OUTERMOST
     layers: tuple[int, ...] = ()
+    first: int = 0
 
     @property
     def unequal(self) -> tuple[int, ...]:
@@ -51,12 +57,18 @@ class _LayoutRequest:
         return self.split, self.order, self.unequal
 
 
+def blocks_of(spec: Spec, ranks: int) -> dict[int, int]:
+    """Return how many of the `ranks` that train a role has whose nodes say so a `first`, by that; 0: all others."""
+    begins = sorted({0, *(asked.first for asked in spec.run.layouts.values() if asked.first < ranks)})
+    return {begin: end - begin for begin, end in zip(begins, [*begins[1:], ranks])}
+
+
 def place_nodes(spec: Spec, ranks: int, sampling: set[str], elsewhere: Collection[str] = (),
-                first: bool = True) -> tuple[dict[str, Layout], list[Diagnostic]]:
+                trains: bool = True) -> tuple[dict[str, Layout], list[Diagnostic]]:
     """Return the layout of each node, and mistakes for those that `ranks` cannot host. `sampling`: the nodes that
-    sample; `elsewhere`: those that another group runs, of which only rows are here; `first`: whether these are the
-    first trainer's ranks."""
-    mistakes, source = _check_ranks(spec, ranks), spec.run_source
+    sample; `elsewhere`: those that another group runs, of which only rows are here; `trains`: whether these are the
+    trainer's ranks."""
+    mistakes, source, blocks = _check_ranks(spec, ranks), spec.run_source, blocks_of(spec, ranks) if trains else {}
     for name in spec.run.layouts:
         if name not in spec.dag.nodes:
             what = f"`layouts` names `{name}`, which is not a node of DAG `{spec.dag.name}`"
@@ -64,68 +76,128 @@ def place_nodes(spec: Spec, ranks: int, sampling: set[str], elsewhere: Collectio
             mistakes.append(Diagnostic(what, where, did_you_mean(name, spec.dag.nodes, "Nodes")))
     requests = [_LayoutRequest(name, "", None, None, None) if name in elsewhere else _request(spec, name, sampling)
                 for name in spec.dag.nodes]
+    mistakes += _check_first(spec, requests, elsewhere, ranks) if trains else []
     leaders: dict[Any, _LayoutRequest] = {}
     for request in requests:
         if request.engine and request.split is not None:
             leaders.setdefault(request.engine, request)
+    begins = {_owner(spec, request.engine): request.first for request in requests
+              if request.engine and request.first and request.first in blocks}
     layouts = {}
     for request in requests:
-        leader = next((leaders[engine] for engine in _models(spec, request) if engine in leaders), request)
-        split = leader.split or _WHOLE
-        found = _check_node(spec, request, leader, ranks)
-        if leader is request and request.split and request.engine and not found:
-            found = check_split(spec, request.node, request.engine, split, request.layers)
-        layout = replace(Layout(1), **split, order=leader.order, layers=leader.unequal) if not found else Layout(1)
-        shares = max(ranks // layout.width, 1)
-        found = found or _check_shares(spec, request, layout, ranks, shares) + _check_environment(spec, request, layout)
-        found = found or ([] if first and can_leave_out(spec, request.role, False, layout) else
-                          _check_trained(spec, request, layout, ranks, shares))
-        rows = proportion(request.rows) if not found else ()
-        layouts[request.node] = replace(layout, dp=min(request.dp or shares, shares),
-                                        rows=rows)
-        mistakes += found
-    return layouts, mistakes + _check_replicas(spec, requests, layouts, ranks)
+        begin = begins.get(_owner(spec, request.engine), request.first if request.first in blocks else 0)
+        leader = next((leaders[engine] for engine in _models(spec, request) if engine in leaders
+                       and (engine == request.engine or begins.get(_owner(spec, engine), 0) == begin)), request)
+        layout, found = _place(spec, request, leader, ranks if request.node in elsewhere else blocks.get(begin, ranks),
+                               trains)
+        layouts[request.node] = replace(layout, first=begin)
+        mistakes += found or (_check_apart(spec, request, begins) if len(blocks) > 1 else [])
+    return layouts, mistakes + _check_replicas(spec, requests, layouts, blocks or {0: ranks})
+
+
+def _place(spec: Spec, request: _LayoutRequest, leader: _LayoutRequest, ranks: int,
+           trains: bool) -> tuple[Layout, list[Diagnostic]]:
+    """Return the layout of a node on `ranks`, whose model is split as the `leader` says, and what is wrong with it."""
+    split, found = leader.split or _WHOLE, _check_node(spec, request, leader, ranks)
+    if leader is request and request.split and request.engine and not found:
+        found = check_split(spec, request.node, request.engine, split, request.layers)
+    layout = replace(Layout(1), **split, order=leader.order, layers=leader.unequal) if not found else Layout(1)
+    shares = max(ranks // layout.width, 1)
+    found = found or _check_shares(spec, request, layout, ranks, shares) + _check_environment(spec, request, layout)
+    found = found or ([] if trains and can_leave_out(spec, request.role, False, layout) else
+                      _check_trained(spec, request, layout, ranks, shares))
+    rows = proportion(request.rows) if not found else ()
+    return replace(layout, dp=min(request.dp or shares, shares), rows=rows), found
+
+
+def _check_first(spec: Spec, requests: list[_LayoutRequest], elsewhere: Collection[str],
+                 ranks: int) -> list[Diagnostic]:
+    """Check that nodes which say the `first` of their ranks run here, on ranks that there are, and agree."""
+    mistakes, said = [], {request.node: request for request in requests if request.first}
+    for name, request in said.items():
+        other = next((each for each in said.values() if request.engine and each.first != request.first
+                      and _owner(spec, each.engine) == _owner(spec, request.engine)), None)
+        where = spec.run_source.location(("layouts", name, "first"))
+        if request.first >= ranks > 0:
+            mistakes.append(Diagnostic(f"the ranks of node `{name}` begin at {request.first}, and those that train are "
+                                       f"0 to {ranks - 1}", where, f"Start more ranks, or  first: {ranks - 1}"))
+        elif other:
+            mistakes.append(Diagnostic(f"nodes `{name}` and `{other.node}` compute with one model, or with one that "
+                                       f"follows the other, and `layouts` has them begin at ranks {request.first} and "
+                                       f"{other.first}", where, f"Instead:  first: {other.first}"))
+    mistakes += [Diagnostic(f"node `{name}` says the first of its ranks among those that train, and other ranks "
+                            "compute it", spec.run_source.location(("layouts", name, "first")),
+                            "Leave `first` out of it.")
+                 for name in elsewhere if name in spec.run.layouts and spec.run.layouts[name].first]
+    return mistakes
+
+
+def _check_apart(spec: Spec, request: _LayoutRequest, begins: Mapping[Any, int]) -> list[Diagnostic]:
+    """Check that the model with which a node samples can be on some of the ranks that train alone."""
+    role, samples = request.engine or ("", False)
+    if not samples:
+        return []
+    if adapted(spec, role) is not None and begins.get((role, True), 0) != begins.get((role, False), 0):
+        what = (f"node `{request.node}` samples on other ranks than those that train role `{role}`, whose adapters are "
+                "on the base that both share")
+        where = spec.run_source.location(("layouts", request.node, "first"))
+        return [Diagnostic(what, where, "Instead:  the same `first` for all nodes of the role.")]
+    return []
+
+
+def _owner(spec: Spec, engine: tuple[str, bool] | None) -> tuple[str, bool] | None:
+    """Return the engine on whose ranks another one must be."""
+    return engine if engine is None or engine[1] else (owner_of(spec, engine[0]), False)
 
 
 def _check_replicas(spec: Spec, requests: list[_LayoutRequest], layouts: dict[str, Layout],
-                    ranks: int) -> list[Diagnostic]:
-    found = {}
+                    blocks: Mapping[int, int]) -> list[Diagnostic]:
+    found: dict[str, Diagnostic] = {}
     for request in requests:
-        own = spec.run.roles.get(request.role)
+        own, layout = spec.settings_of(request.role), layouts[request.node]
+        ranks = blocks.get(layout.first, 0)
         if own and request.engine == (request.role, False) and ranks > 0:
-            layout = layouts[request.node]
             shards = ranks // layout.width * layout.cp
             if shards % own.replicas:
-                what = (f"role `{request.role}` wants {own.replicas} replicas, which do not divide the {shards} ranks "
-                        "that share a model")
+                said = next((role for role in spec.lineage(request.role) if role in spec.run.roles), request.role)
+                what = (f"role `{said}` wants {own.replicas} replicas, which do not divide the {shards} ranks that "
+                        "share a model")
                 fitting = ", ".join(str(count) for count in range(1, shards + 1) if not shards % count)
-                where = spec.run_source.location(("roles", request.role, "replicas"))
-                found[request.role] = Diagnostic(what, where, f"One of  replicas: {fitting}")
+                where = spec.run_source.location(("roles", said, "replicas"))
+                found.setdefault(said, Diagnostic(what, where, f"One of  replicas: {fitting}"))
     return list(found.values())
 
 
 def engine_layouts(spec: Spec, roles: list[str], layouts: dict[str, Layout], sampling: set[str],
-                   ranks: int) -> dict[tuple[str, bool], Layout]:
-    return {(role, samples): whole([layouts[name] for name, node in spec.dag.nodes.items()
-                                    if node.role == role and node.type in ENGINE_TYPES
-                                    and (name in sampling) == samples], ranks)
+                   blocks: Mapping[int, int]) -> dict[tuple[str, bool], Layout]:
+    return {(role, samples): _on_block([layouts[name] for name, node in spec.dag.nodes.items()
+                                        if node.role == role and node.type in ENGINE_TYPES
+                                        and (name in sampling) == samples], blocks)
             for role in roles for samples in (False, True)}
 
 
+def _on_block(layouts: list[Layout], blocks: Mapping[int, int]) -> Layout:
+    """Return the layout of an engine on all ranks of its nodes' block."""
+    first = layouts[0].first if layouts else 0
+    return whole(layouts, blocks[first], first)
+
+
 def partial_engines(spec: Spec, roles: Collection[str], layouts: Mapping[str, Layout], sampling: Collection[str],
-                    ranks: int, fused: Collection[str] = ()) -> dict[tuple[str, bool], Layout]:
-    """Return the layouts, with 0 rows for the shares of all other ranks, of the engines of which only some of `ranks`
-    have rows, by role and whether they sample. `fused`: nodes whose rows go to whichever rank is free."""
+                    blocks: Mapping[int, int], fused: Collection[str] = ()) -> dict[tuple[str, bool], Layout]:
+    """Return the layouts of the engines that only some ranks have, by role and whether they sample: with 0 rows for
+    the shares of others of the block. `fused`: nodes whose rows go to whichever rank is free."""
     found = {}
     for role, samples in product(roles, (False, True)):
         own = [name for name, node in spec.dag.nodes.items() if node.type in ENGINE_TYPES and name in layouts
                and owner_of(spec, node.role) == owner_of(spec, role) and (name in sampling) == samples]
         own = [name for name in own if not samples or spec.dag.nodes[name].role == role]
-        model = whole([layouts[name] for name in own], ranks)
+        model = _on_block([layouts[name] for name in own], blocks)
         used = {rank for name in own for rank in layouts[name].active_ranks}
         marks = tuple(int(model.leader(share) in used) for share in range(model.dp))
         if own and 0 in marks and not set(own).intersection(fused) and can_leave_out(spec, role, samples, model):
             found[role, samples] = replace(model, rows=marks)
+        elif own and len(blocks) > 1:
+            found[role, samples] = model
     return found
 
 
@@ -173,7 +245,7 @@ def _request(spec: Spec, name: str, sampling: set[str]) -> _LayoutRequest:
     return _LayoutRequest(name, node.role, engine, split, asked.dp if asked else None,
                           tuple(asked.rows) if asked else (),
                           asked.order if asked else SHARES_OUTERMOST,
-                          tuple(asked.layers) if asked else ())
+                          tuple(asked.layers) if asked else (), asked.first if asked else 0)
 
 
 def _check_node(spec: Spec, request: _LayoutRequest, leader: _LayoutRequest, ranks: int) -> list[Diagnostic]:
@@ -230,8 +302,8 @@ def _check_dp(spec: Spec, request: _LayoutRequest, layout: Layout, ranks: int, s
         there = "is only 1 rank" if ranks == 1 else f"are only {ranks} ranks"
         more = f" of {layout.width} ranks each" if layout.width > 1 else ""
         needed, role, groups = request.dp * layout.width, spec.dag.nodes[node].role, spec.run.groups
-        grown = next((f"Give its role more ranks:  groups: {{{key}: {{{role}: {needed}}}}}" for key, sizes in (
-            ("trainers", groups.trainers), ("inference", groups.inference_ranks)) if role in sizes), None)
+        grown = f"Give its role more ranks:  groups: {{inference: {{{role}: {needed}}}}}" \
+            if role in groups.inference_ranks else None
         hint = f"{grown or f'Start {needed} ranks (--nproc-per-node {needed})'}, or instead:  " \
                f"layouts: {{{node}: {{dp: {shares}}}}}"
         return [Diagnostic(f"node `{node}` wants dp {request.dp}{more}, but there {there}", where, hint)]

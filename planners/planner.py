@@ -22,13 +22,12 @@ from planners.groups import (
     GroupCut,
     crossings,
     cut,
-    cut_roles,
     joined,
     of_arriving,
     of_rollout,
     of_trainer,
 )
-from planners.inference import with_one_layout
+from planners.inference import check_sync, with_one_layout
 from planners.learning import check_learning
 from planners.lengths import check_lengths
 from planners.resampling import after_drawing, draws_of
@@ -42,50 +41,56 @@ def plan(spec: Spec, ranks: int) -> Plan:
     if ranks > _MOST_RANKS:
         raise InvalidInput(f"{ranks:,} ranks are more than a run may have, which is {_MOST_RANKS:,}")
     draft = _draft(spec)
-    if spec.run.mode == "sync" and not (spec.run.groups.of_roles or spec.run.groups.colocated_with):
-        mistakes = check_faults(spec, {TRAINER: range(ranks)})
+    if spec.run.mode == "sync":
+        mistakes = check_faults(spec, {TRAINER: range(ranks)}) + check_sync(spec, ranks)
         return _lay_out(spec, replace(draft, mistakes=[*draft.mistakes, *mistakes]), ranks)
-    sync = spec.run.mode == "sync"
-    halves, mistakes = (cut_roles if sync else cut)(spec, draft.bound, draft.chain, draft.flows, ranks)
-    first, end = ranks - spec.run.groups.of_roles, ranks - sum(spec.run.groups.trainers.values())
-    apart = {} if sync else {ROLLOUT: range(halves.trainer, first)}
-    apart |= {INFERENCE: range(first, end)} if halves.inference else {}
-    mistakes += check_faults(spec, {TRAINER: range(halves.trainer), **apart}, range(end, ranks))
+    halves, mistakes = cut(spec, draft.bound, draft.chain, draft.flows, ranks)
+    first = ranks - sum(spec.run.groups.inference_ranks.values())
+    apart = {ROLLOUT: range(halves.trainer, first)}
+    apart |= {INFERENCE: range(first, ranks)} if halves.inference else {}
+    mistakes += check_faults(spec, {TRAINER: range(halves.trainer), **apart})
     draft = replace(draft, mistakes=[*draft.mistakes, *mistakes])
     trainer = _lay_out(spec, draft, halves.trainer, halves)
-    rollout = None if sync else _lay_out(spec, draft, halves.model.width, halves, ROLLOUT)
+    rollout = _lay_out(spec, draft, halves.model.width, halves, ROLLOUT)
     inference = [_lay_out(with_one_layout(spec, draft.chain, each.nodes), draft, each.ranks, halves, each.group)
                  for each in halves.inference]
-    trainers = [_lay_out(spec, draft, each.ranks, halves, each.group) for each in halves.trainers]
-    held = (*memory.of_dock(spec, trainer.dock), *(item for each in (trainer, *trainers) for item in each.host_memory))
-    return replace(joined(trainer, rollout, inference, trainers, halves, ranks), host_memory=held)
+    held = (*memory.of_dock(spec, trainer.dock), *trainer.host_memory)
+    return replace(joined(trainer, rollout, inference, halves, ranks), host_memory=held)
 
 
 def roles_apart(spec: Spec) -> list[str]:
-    """Return the roles of which each could have ranks of its own (`groups.inference`, `groups.trainers`)."""
-    frozen = {role: not spec.dag.roles[role].trained for role in model_roles(spec)}
-    return _accepted(spec, {role: ({role: 1}, {}) if only_read else ({}, {role: 1})
-                            for role, only_read in frozen.items()})
+    """Return the roles of which each could have ranks of its own: `first` of `layouts`, or for frozen ones beside ranks
+    that sample `groups.inference`. Roles that sample are none of these, nor those that must be where another one is."""
+    nodes, roles = spec.dag.nodes, model_roles(spec)
+    sampling = {nodes[node].role for node in _draft(spec).sampling}
+    trained = {node.role for node in nodes.values() if node.type == "MODEL_TRAIN"}
+    owners = {role: placement.owner_of(spec, role) for role in roles}
+    tied = {role for role, owner in owners.items() if [*owners.values()].count(owner) > 1}
+    free = [role for role in roles if role not in sampling | tied and trained != {role}]
+    if spec.run.mode == "sync":
+        return free
+    frozen = [role for role in roles if not spec.dag.roles[role].trained]
+    apart = {*_accepted(spec, {role: {role: 1} for role in frozen})}
+    return [role for role in roles if role in apart or (role in free and role in trained)]
 
 
 def roles_on_rollouts(spec: Spec) -> list[str]:
     """Return the roles of which each could be computed by ranks that sample (`groups.inference`)."""
     frozen = [role for role in model_roles(spec) if not spec.dag.roles[role].trained]
-    return _accepted(spec, {role: ({role: ROLLOUT}, {}) for role in frozen}) if spec.run.mode == "async" else []
+    return _accepted(spec, {role: {role: ROLLOUT} for role in frozen}) if spec.run.mode == "async" else []
 
 
-def _accepted(spec: Spec, wanted: Mapping[str, tuple[dict[str, Any], dict[str, int]]]) -> list[str]:
-    """Return the roles whose groups, `inference` and `trainers`, the DAG allows."""
-    draft, divide = _draft(spec), cut_roles if spec.run.mode == "sync" else cut
+def _accepted(spec: Spec, wanted: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Return the roles for which the DAG allows `groups.inference`."""
+    draft = _draft(spec)
 
-    def mistakes(inference: dict[str, Any], trainers: dict[str, int]) -> int:
-        update = {"inference": inference, "trainers": trainers, "rollout": 1}
-        groups = spec.run.groups.model_copy(update=update)
+    def mistakes(inference: dict[str, Any]) -> int:
+        groups = spec.run.groups.model_copy(update={"inference": inference, "rollout": 1})
         own = replace(spec, run=spec.run.model_copy(update={"groups": groups, "layouts": {}}))
-        return len(divide(own, draft.bound, draft.chain, draft.flows, 3)[1])
+        return len(cut(own, draft.bound, draft.chain, draft.flows, 3)[1])
 
-    least = mistakes({}, {})
-    return [role for role, groups in wanted.items() if mistakes(*groups) <= least]
+    least = mistakes({})
+    return [role for role, groups in wanted.items() if mistakes(groups) <= least]
 
 
 @dataclass(frozen=True)
@@ -123,11 +128,13 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
     own = halves.own(group) if halves else frozenset(draft.chain)
     elsewhere = frozenset(draft.chain) - own
     layouts, mistakes = placement.place_nodes(spec, ranks, draft.sampling, elsewhere, training)
+    blocks = placement.blocks_of(spec, max(ranks, 1)) if training else {0: max(ranks, 1)}
     roles = _engine_roles(spec, own)
     generating = _generating(spec, bound) if _has_sampler(spec, halves, group) else set()
-    some = {} if mistakes else _partial_models(spec, draft, {node: layouts[node] for node in own}, ranks, halves, group)
+    some = {} if mistakes else _partial_models(spec, draft, {node: layouts[node] for node in own}, blocks, halves,
+                                               group)
     samplers = halves.samplers if halves and training and generating else {}
-    engines = placement.engine_layouts(spec, roles, layouts, draft.sampling, max(ranks, 1))
+    engines = placement.engine_layouts(spec, roles, layouts, draft.sampling, blocks)
     engines |= {(role, True): layout for role, layout in samplers.items()} | some
     rows = {role: _rows_at_once(spec, draft, role, layouts, group) for role in generating}
     kinds = [] if mistakes else memory.of_each_kind(spec, roles, generating, engines, rows, ranks) if not samples else \
@@ -142,8 +149,6 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
     elif group.startswith(INFERENCE) and first.width == 1:  # rows come to where they are read
         layouts = dict.fromkeys(layouts, first)
     source = _source_layout(draft.chain, flows, layouts)
-    if spec.run.mode == "sync" and training:  # what comes from others is of the rows that were loaded here
-        layouts |= dict.fromkeys(elsewhere, source)
     tasks = _tasks(spec, draft, layouts, source)
     dock = crossings(spec, halves, flows, bound, group) if halves else ()
     early = None
@@ -160,14 +165,14 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
                 host_memory=memory.of_snapshots(spec, kinds))
 
 
-def _partial_models(spec: Spec, draft: _Draft, layouts: dict[str, Layout], ranks: int, halves: GroupCut | None,
-                    group: str) -> dict[tuple[str, bool], Layout]:
+def _partial_models(spec: Spec, draft: _Draft, layouts: dict[str, Layout], blocks: Mapping[int, int],
+                    halves: GroupCut | None, group: str) -> dict[tuple[str, bool], Layout]:
     """Return the layouts of the engines that only some of a group's ranks have, by role and whether they sample."""
     roles = _engine_roles(spec, layouts)
     if group == ROLLOUT:
-        return placement.on_first(set(roles) - _generating(spec, draft.bound), ranks)
+        return placement.on_first(set(roles) - _generating(spec, draft.bound), blocks[0])
     fused = halves.fused if halves else ()
-    return placement.partial_engines(spec, roles, layouts, draft.sampling, ranks, fused) if group == TRAINER else {}
+    return placement.partial_engines(spec, roles, layouts, draft.sampling, blocks, fused) if group == TRAINER else {}
 
 
 def _rows_at_once(spec: Spec, draft: _Draft, role: str, layouts: Mapping[str, Layout], group: str) -> int:

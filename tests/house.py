@@ -29,15 +29,14 @@ _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
            tokenize.ENDMARKER}
 
 KINDS = {
-    "kinds of rank process": ("workers.loop:train", "workers.follower:FollowerLink", "workers.loop:serve",
+    "kinds of rank process": ("workers.loop:train", "workers.loop:serve",
                               "workers.loop:rollout", "workers.colocated:ColocatedSource", "workers.loop:infer",
                               "workers.engines.tp_leader:TPFollowerEngine",
                               "distflow.launch:main"),
     "sources of a step's rows": ("distflow.data.dataloader:Dataloader", "workers.sources:AsyncSource",
-                                 "workers.sources:SyncSource", "workers.sources:FollowerSource",
                                  "workers.sources:UnorderedSource", "workers.colocated:ColocatedSource",
                                  "workers.fusion:Fusion"),
-    "ways to give a role ranks of its own": ("planners.inference:cut_inference", "planners.trainers:cut_trainers",
+    "ways to give a role ranks of its own": ("planners.inference:cut_inference",
                                              "planners.placement:partial_engines"),
     "places that validate": ("workers.validation:Validator", "workers.rollout_validation:RolloutValidation",
                              "workers.rollout_validation:ValidationRequests"),

@@ -51,7 +51,7 @@ IDEAS_OF_THEIR_OWN = {
     "distflow", "distflow.config.live_changes",
     "distflow.contracts.detectors",
     "distflow.data.missing_rows",
-    "distflow.weights.transport.tcp", "planners.heterogeneous.efficiency", "workers.engines",
+    "distflow.weights.transport.tcp", "planners.heterogeneous.efficiency",
     "workers.device", "workers.functions.entropy",
     "workers.isolation.sandbox.landlock", "workers.profiler"}
 

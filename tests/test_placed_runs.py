@@ -27,7 +27,7 @@ CLUSTER = {"name": "unlike", "links": {"zone": {"gb_s": 1}, "world": {"gb_s": 1e
                         "quick": {"device": "whole", "devices": 1}, "slow": {"device": "third", "devices": 1}},
            "zones": {"far": "overseas"}}
 """Of three machines the first is too far away for any plan."""
-GRPO = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", *SEED_WITH_CLEAR_DRAWS, "--set", "data.batch=8")
+GRPO = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--set", *SEED_WITH_CLEAR_DRAWS, "--set", "data.batch=8")
 
 
 @pytest.fixture

@@ -138,7 +138,7 @@ CASES = {
     "high entropy": Case(("--dag", "entropy.yaml", *TINY), more=(
         (), (), ("--set", "roles.actor.micro_batch_tokens=40", *moved("entropies"))), check=few_tokens_are_learnt),
     "remax": Case(("--dag", "remax_brief.yaml", *TINY), 2, check=baselines_agree),
-    "ppo": Case(PPO, more=((), ("--set", "groups.trainers={critic: 1}"))),
+    "ppo": Case(PPO, more=((), ("--set", "layouts={critic: {first: 1}}"))),
     "dpo": Case(("--dag", "dpo.yaml", *WITH_PAIRS)),
     "reward model": Case(REWARD_MODEL),
     "online dpo": Case(ONLINE),

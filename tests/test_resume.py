@@ -80,6 +80,9 @@ CASES = {
     "ppo, two trained roles": Case((*PPO, "--set", "validation={data: {heldout: train.jsonl}, every: 2}"),
                                    tuple(f"model-{role}/model.safetensors" for role in ("actor", "critic")),
                                    one_rank_too=True, check=critic_is_saved),
+    "a critic on ranks of its own": Case((*PPO, "--set", "layouts={critic: {first: 1}}"),
+                                         tuple(f"model-{role}/model.safetensors" for role in ("actor", "critic")),
+                                         one_rank_too=True),
     "adapters": Case(LORA, ("model/model.safetensors", "adapter/adapter_model.safetensors"), one_rank_too=True,
                      check=adapters_alone_are_saved),
     "conversations": Case(("--dag", "grpo_tools.yaml", *TINY, "--set", "roles.actor.generation.batch_rows=1")),
@@ -131,7 +134,7 @@ def test_killed_and_resumed_equals_never_killed(launch, workspace, name):
     assert all_samples(killed) == samples
     assert all("completions" in row for row in samples.values()) or name == "sft"
     if case.one_rank_too:
-        launch(1, "--resume", "runs/killed", "--set", f"steps={STEPS + 1}")
+        launch(1, "--resume", "runs/killed", "--set", f"steps={STEPS + 1}", "--set", "layouts={}")
         assert set(metrics_of(killed)) == set(range(1, STEPS + 2))
         assert {step for step, _ in all_samples(killed)} == set(range(1, STEPS + 2))
 

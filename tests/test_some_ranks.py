@@ -68,8 +68,8 @@ def test_trainers_of_modes_with_groups_leave_ranks_out_too(launch, workspace: Pa
 def test_a_role_on_ranks_of_its_own_trains_beside_some_ranks(launch, workspace: Path) -> None:
     alone, apart = (workspace / f"runs/{name}" for name in ("alone", "apart"))
     launch(1, *PPO, *SEED_WITH_CLEAR_DRAWS, "--name", "alone")
-    launch(3, *PPO, *SEED_WITH_CLEAR_DRAWS, "--set", "groups={trainers: {critic: 1}}", "--set",
-           "layouts={rollout: {rows: [1, 1]}, update: {rows: [0, 1]}, reference: {rows: [0, 1]}}", "--name", "apart")
+    some = "layouts={critic: {first: 2}, rollout: {rows: [1, 1]}, update: {rows: [0, 1]}, reference: {rows: [0, 1]}}"
+    launch(3, *PPO, *SEED_WITH_CLEAR_DRAWS, "--set", some, "--name", "apart")
     same(metrics_of(apart), metrics_of(alone), 4)
 
 

@@ -17,7 +17,7 @@ from distflow.config.spec import Spec
 from distflow.contracts.decorators import load_module
 from distflow.data.dataset import filter_digest
 from distflow.data.exchange import gather
-from distflow.errors import Disagreement, quoted
+from distflow.errors import Disagreement
 from distflow.plan import INFERENCE, ROLLOUT, TRAINER, Group, Plan
 from distflow.plan_file import digest
 from distflow.recovery.hooks import HookContext, When, call
@@ -139,19 +139,13 @@ class RankContext:
     def required_processes(self) -> dict[int, str]:
         """Processes without which there is no run: a descriptor of each, and what its end means."""
         shard = self.channel and self.channel.shard_process
-        after = "what trainers of several roles had computed of them cannot be computed again: go on from the " \
-            f"newest checkpoint:  distflow resume {quoted(self.path)}" if self.several_trainers else \
-            "another one takes its place, and what it held is sampled again"
-        return {shard.process.ended: f"the process of this machine's samples has ended; {after}"} if shard else {}
-
-    @property
-    def several_trainers(self) -> bool:
-        return sum(group.kind == TRAINER for group in self.plan.groups) > 1
+        return {shard.process.ended: "the process of this machine's samples has ended; another one takes its place, "
+                "and what it held is sampled again"} if shard else {}
 
     def view(self) -> SupervisedRun:
         """Return what this rank's supervisor asks of the run."""
         return SupervisedRun(self.path, self.spec.run.robust, self.required_processes,
-                       None if self.several_trainers else self.restart_required_processes, self.is_obsolete,
+                       self.restart_required_processes, self.is_obsolete,
                        self.should_run, self.leave_out, self.live_config,
                        self.call if self.spec.dag.imports else None, self.lock)
 
@@ -207,7 +201,5 @@ def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: b
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) or (elastic and elastic.replaces)  # `spec` is old then
     change = 0 if again else max(LiveConfig(path, group).newest() for group in (TRAINER, ROLLOUT, INFERENCE))
     job = lock.job if lock else ""
-    context = RankContext(spec, plan, store, path, device, resume, channel, agent(), change, device_index, backend,
-                          elastic, lock, job)
-    several = context.several_trainers and not alone
-    return replace(context, job=store.broadcast("job", job)) if several else context
+    return RankContext(spec, plan, store, path, device, resume, channel, agent(), change, device_index, backend,
+                       elastic, lock, job)

@@ -14,7 +14,7 @@ from pathlib import Path
 from distflow.config.command_line import span_of
 from distflow.config.robust import Robust
 from distflow.errors import DistflowError, InvalidInput
-from distflow.plan import INFERENCE, ROLLOUT, TRAINER, Plan
+from distflow.plan import INFERENCE, ROLLOUT, Plan
 from distflow.recovery.membership import MACHINES, MachineHeartbeat, Membership, MembershipChanged, Rendezvous
 from distflow.recovery.peer_replica import PeerReplica, ring
 from distflow.recovery.replica_server import ReplicaServer
@@ -50,9 +50,6 @@ class ElasticAgent:
             for count in range(least, most):
                 plan_for(count * self.local)
         training = len(plan.groups[0].ranks) if plan.groups else plan.ranks
-        if sum(group.kind == TRAINER for group in plan.groups) > 1:
-            raise InvalidInput("groups.trainers is for machines that all stay: with --store nothing replaces those of "
-                               "its ranks that are on a lost one. Take it out: the first ranks train these roles then")
         if any(group.kind == INFERENCE for group in plan.groups):
             raise InvalidInput("groups.inference is for machines that all stay: with --store nothing replaces those "
                                "of its ranks that are on a lost one. Take it out: the ranks that train infer then")

@@ -20,7 +20,6 @@ repeats one finished step at most.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
 from distflow.data.databuffer import Databuffer
@@ -28,7 +27,6 @@ from distflow.dock import DockClient
 from distflow.plan import Task
 from workers.engines.shared_engine import SharedEngine
 from workers.execution import Executor
-from workers.follower import RunOver
 from workers.inference import InferenceContext
 from workers.rollout import Prompt, RolloutContext
 from workers.train_context import TrainContext
@@ -37,14 +35,13 @@ from workers.training_api.calls import TrainingCalls
 
 def train(ctx: TrainContext) -> bool:
     """Run the steps that are left. Return False, on all ranks alike, if another worker goes on with new settings."""
-    with contextlib.suppress(RunOver):  # a follower ends with the first trainer
-        for step in ctx.steps():
-            ctx.next_prompts()
-            run_chain(ctx.chain, ctx.buffer, ctx.executor, ctx.draw_more)
-            if _conclude_step(ctx, step):
-                break
-            if ctx.leaves_early:
-                return ctx.leave(step)
+    for step in ctx.steps():
+        ctx.next_prompts()
+        run_chain(ctx.chain, ctx.buffer, ctx.executor, ctx.draw_more)
+        if _conclude_step(ctx, step):
+            break
+        if ctx.leaves_early:
+            return ctx.leave(step)
     return ctx.finish()
 
 

@@ -10,12 +10,14 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config.freeze import check_loaded
-from distflow.config.models import base_of, odd_token
+from distflow.config.models import TRAINERS, base_of, odd_token
+from distflow.config.run import RoleRun
 from distflow.config.spec import Spec
 from distflow.errors import EngineError
 from distflow.plan import Plan
 from distflow.telemetry import events, timeline
-from workers.engines.devices import mesh_of
+from workers.engines import engine_class
+from workers.engines.devices import group_along, mesh_of, ranks_of, renumber_groups
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.loading import load_model, load_tokenizer
 from workers.engines.role_engines import Meshes, RoleEngines
@@ -37,8 +39,9 @@ def build_roles(spec: Spec, plan: Plan, names: set[str], sampling: set[str], dev
             check_loaded(spec, name, [parameter for parameter, _ in model.named_parameters()])
         if look:
             look(name, model, tokenizer)
-        meshes = _meshes(plan, name, device, training or name not in sampling, name in sampling)
+        meshes = _meshes(plan, name, settings, device, training or name not in sampling, name in sampling)
         roles[name] = RoleEngines(name, model, tokenizer, settings, meshes, spec, streams.get(name))
+        renumber_groups()
     for name, owner in sharing.items():
         roles[name] = _base_role(name, roles[owner])
     _require_one_vocabulary({name: role.tokenizer for name, role in roles.items()})
@@ -71,9 +74,13 @@ def tokenizer_of(spec: Spec, name: str, role: RoleEngines) -> PreTrainedTokenize
     return tokenizer
 
 
-def _meshes(plan: Plan, role: str, device: str, training: bool, sampling: bool) -> Meshes:
+def _meshes(plan: Plan, role: str, settings: RoleRun, device: str, training: bool, sampling: bool) -> Meshes:
     """Return this rank's part of a role's meshes. Collective over all ranks."""
     layouts = [plan.layout_of(role, samples) for samples in (False, True)]
+    if training:
+        engine_class(TRAINERS[settings.engine]).make_groups(layouts[0], settings)
+    if sampling and settings.rollout == "vllm":  # which starts in this group
+        group_along(ranks_of(layouts[1]).flatten(), 0)
     trainer, rollout = (mesh_of(replace(layout, ep=1, layers=()), device) for layout in layouts)
     ranks = [layout.active_ranks for layout in layouts]
     route = WeightRoute(*ranks) if training and sampling and ranks[0] != ranks[1] else None

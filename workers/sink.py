@@ -21,7 +21,7 @@ from distflow.config.loggers import loggers_of
 from distflow.config.spec import Spec
 from distflow.data.batch import Ragged, to_list
 from distflow.data.databuffer import Databuffer
-from distflow.data.exchange import gather
+from distflow.data.exchange import barrier, gather
 from distflow.errors import quoted
 from distflow.plan import REWARD_PARTS, ROW, Plan
 from distflow.recovery.checkpoint_files import set_aside
@@ -36,7 +36,6 @@ from distflow.telemetry.run_folder import RunFolder, write_samples
 from distflow.telemetry.run_reader import RunReader
 from planners import plan as make_plan
 from workers.engines.role_engines import RoleEngines
-from workers.follower import LeaderLink, write_models
 from workers.functions.row_metrics import report_rows
 from workers.validation import MISSING, ValidationResult, Validations
 
@@ -57,9 +56,7 @@ class Sink:
 
     def __init__(self, spec: Spec, plan: Plan, path: Path, resumed_at: int | None, unconcluded: bool,
                  validator: Validations | None, save: Callable[[int], None],
-                 trained: Mapping[str, RoleEngines], devices: int, leader: LeaderLink | None = None):
-        """`leader`: link to trainers of other roles."""
-        self.leader = leader
+                 trained: Mapping[str, RoleEngines], devices: int):
         self.run, self.plan, self.path, self.validator, self.save = spec.run, plan, path, validator, save
         self.unconcluded, self.trained, self.devices = unconcluded, trained, devices
         again = unconcluded and not self.late
@@ -75,7 +72,7 @@ class Sink:
         self.fault: LearningFault | None = None  # what has ended the run, on rank 0
         self.stopped = False  # a detector has ended the run
         self.learning = self._learning_monitor() if self.folder else None
-        if plan.mode == "sync" and not leader:  # in other modes a node's seconds contain work of other groups
+        if plan.mode == "sync":  # in other modes a node's seconds contain work of other groups
             now = make_plan(spec, plan.ranks)  # settings may have changed since this job was planned
             timings.current().open(path / timings.NAME, dist.get_rank(), now.digest)
 
@@ -151,24 +148,11 @@ class Sink:
         if self.folder and self.progress:
             tokenizer = next((role.tokenizer for role in self.trained.values()), None)
             self.folder.write_samples(done, _samples(buffer, self.run.samples, self.run.data.columns, tokenizer))
-            self._write_metrics_of_others()
             self.folder.write_step(done, values)
             self.progress.step(values)
             self._report_missing_prompts(done, values)
         self._note_faults(done, values)
         return values
-
-    def _write_metrics_of_others(self) -> None:
-        if self.leader and self.folder:
-            for step, values in self.leader.metrics():
-                self.folder.write_metrics(step, values)
-
-    def end(self, finished: bool = True) -> None:
-        """Have trainers of other roles end after as many steps, and write their last metrics. `finished`: the run was
-        not stopped."""
-        if self.leader:
-            self.leader.end(self.done, finished)
-            self._write_metrics_of_others()
 
     def warn(self, done: int, detector: str, alert: Alert) -> None:
         if self.folder:
@@ -406,3 +390,11 @@ def _tokens(ids: list[int], sampled: list[float], trainer: list[float] | None, r
         found["advantage"] = advantages
     return {name: [round(value, 3) if isinstance(value, float) else value for value in values[:_TOKENS]]
             for name, values in found.items()}
+
+
+def write_models(trained: Mapping[str, RoleEngines], folder: Path) -> None:
+    """Write each trained role as a Hugging Face folder: `model`, or `model-ROLE` if the DAG has several. Collective."""
+    for name, role in trained.items():
+        role.save_pretrained(folder / (f"model-{name}" if role.has_others else "model"))
+    if any(role.writer for role in trained.values()):
+        barrier()  # rank 0 goes on with a folder that another rank has written

@@ -1,8 +1,6 @@
 """Sources of a step's prompts: the dataloader in mode sync, else prompts whose rows rollouts have put into the dock.
 
     AsyncSource        prompts in the order of the data, with the samples of rollouts
-    SyncSource         prompts of the dataloader, beside trainers of other roles in mode sync
-    FollowerSource     prompts of the first trainer, for a role that trains on ranks of its own (`groups.trainers`)
     UnorderedSource    prompts whose rows are there first (`on_stale: drop` or `keep`)
 
 The bound of AsyncSource: prompts are enqueued at most `staleness` steps before they are trained on, and each is sampled
@@ -13,36 +11,29 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distflow.data.batch import Batch, ColumnData, Ragged, levels
-from distflow.data.crossing import REPORT, ReceivedColumns, columns_of, reports_of
-from distflow.data.databuffer import Databuffer
+from distflow.data.batch import Batch, ColumnData, Ragged
+from distflow.data.crossing import REPORT, ReceivedColumns, reports_of
 from distflow.data.dataloader import REPEATS, SOURCE_WEIGHT, Dataloader
 from distflow.data.exchange import gather_values
 from distflow.dock import DockError, TimedOut
-from distflow.dock.consumers import awaited_by
 from distflow.dock.index import Lease
-from distflow.errors import InvalidInput, SamplesChanged
-from distflow.plan import ROLLOUT, TRAINER, Group, Plan, RowLineage, Task
+from distflow.errors import InvalidInput
+from distflow.plan import ROLLOUT, TRAINER, Plan, Task
 from distflow.telemetry import events
 from distflow.telemetry.metrics import current
-from planners.check import prompted_role
 from workers.colocated import ColocatedSource
 from workers.encode import dataloader
 from workers.engines.role_engines import RoleEngines
-from workers.follower import FollowerLink, RunOver
 from workers.fusion import Fusion
-from workers.roles import tokenizer_of
 from workers.rollout_channel import RolloutChannel, SampleTimeout
 from workers.train_context import TrainContext
-
-_WAIT = 0.5  # seconds of a wait for rows, between two looks whether the first trainer asks for anything
 
 
 class AsyncSource(Dataloader):
@@ -54,18 +45,16 @@ class AsyncSource(Dataloader):
 
     def __init__(self, loader: Dataloader, channel: RolloutChannel, plan: Plan, rank: int, staleness: int,
                  draws: int | None, limit: float, colocated: ColocatedSource | None = None,
-                 fusion: Fusion | None = None, attempt: int = 0, group: Group | None = None):
+                 fusion: Fusion | None = None, attempt: int = 0):
         """`draws`: of the whole run; None if it depends on what filters leave. `limit`: seconds to wait for a draw's
         rows. `colocated` samples on this rank too, until enough rows are there; `fusion` runs nodes on rows that have
-        come. `attempt`: of the trainer, which is `group`."""
+        come. `attempt`: of the trainer."""
         super().__init__(loader.records, loader.encode, loader.batch, loader.seed, loader.share, loader.layout,
                          files=loader.files)
         self.channel, self.plan, self.colocated, self.fusion = channel, plan, colocated, fusion
         self.rank, self.staleness, self.draws, self.limit = rank, staleness, draws, limit
-        self.consumer, self.awaited = (group.name, awaited_by(group)) if group else (TRAINER, {})
-        self.consumers = [self.consumer, *self.awaited.values()]
-        self.dock = channel.dock(f"{self.consumer} {rank}", attempt)
-        self.lineage, self.received = RowLineage(plan.tasks, plan.source), ReceivedColumns(plan, channel.rows)
+        self.dock = channel.dock(f"{TRAINER} {rank}", attempt)
+        self.received = ReceivedColumns(plan, channel.rows)
         self.leases: list[Lease] = []  # of draws that have been received; rank 0 commits them
         self.rows = Batch(torch.empty(0, dtype=torch.int64))
         self.enqueued = 0  # draws that rollouts may sample
@@ -97,7 +86,7 @@ class AsyncSource(Dataloader):
             self.colocated.sample(len(self.leases), partial(self._has, number, prompts * self.channel.rows))
 
     def _has(self, number: int, rows: int) -> bool:
-        return self.dock.try_peek(self.consumer, rows, least=rows, step=number) is not None
+        return self.dock.try_peek(TRAINER, rows, least=rows, step=number) is not None
 
     def _enqueue_prompts(self, number: int) -> None:
         """Let rollouts sample draw `number`, and the draws that may follow so soon if the dock has room for them."""
@@ -115,54 +104,20 @@ class AsyncSource(Dataloader):
         return self._lease_batch(number, timeout, self.batch)
 
     def _lease_batch(self, number: int, timeout: SampleTimeout, prompts: int) -> Batch:
-        rows = self.dock.fetch(self._lease(self.consumer, number, timeout, prompts))
+        rows = self.dock.fetch(self._lease(number, timeout, prompts))
         self.channel.require_published(rows)
         return rows
 
-    def _lease(self, consumer: str, number: int, timeout: SampleTimeout, prompts: int) -> Lease:
+    def _lease(self, number: int, timeout: SampleTimeout, prompts: int) -> Lease:
         """Lease so many prompts under this number, which all ranks name."""
         while True:
             try:
-                lease = self.dock.lease(consumer, prompts * self.channel.rows, wait=timeout.poll_seconds, step=number,
+                lease = self.dock.lease(TRAINER, prompts * self.channel.rows, wait=timeout.poll_seconds, step=number,
                                         share=self.rank, shares=self.plan.ranks)
                 self.leases.append(lease)
                 return lease
             except TimedOut as error:
                 timeout.check(error)
-
-    def put_for_others(self, task: Task, written: Batch, buffer: Databuffer) -> None:
-        """Put columns of a task that other trainers read, `written` for this rank's rows but those that `buffer` has
-        dropped."""
-        ids, times = self.rows.ids, self.channel.rows // self.lineage.times(task.out_fan)
-        if not len(ids):
-            return
-        names = next(move.columns for move in self.plan.dock if move.producer == task.node)
-        columns = columns_of(task, written, names, ids, times, buffer)
-        self._put(Batch(ids, {f"{task.node}/{name}": column for name, column in columns.items()}))
-
-    def _put(self, rows: Batch) -> None:
-        self.dock.put(rows)
-
-    def _kept_ids(self, buffer: Databuffer) -> Tensor:
-        """Return the ids of this rank's rows that have not been dropped."""
-        if buffer.drawn is not None:
-            return self.rows.ids
-        finest = max((self.lineage.of(move.producer) for move in self.plan.dock), key=len)
-        return self.rows.ids[buffer.kept.is_kept(self.lineage, self.rows.ids, finest)]
-
-    def receive_from(self, node: str, buffer: Databuffer) -> Iterator[tuple[Task, Mapping[str, ColumnData], Tensor]]:
-        """Yield what a node of another group writes for this rank's rows, once it is there for all rows."""
-        self.dock.report_activity(f"waiting for node `{node}` of other ranks")
-        began, number = time.perf_counter(), self.drawn_before - 1
-        self._lease(self.awaited[node], number, SampleTimeout(self.channel, self.dock, self.limit), self.batch)
-        received, mine = ReceivedColumns(self.plan, self.channel.rows, node), self._kept_ids(buffer)
-        if len(self.rows):
-            rows = self.dock.fetch(self.rows.ids, self.dock.layout.consumer(self.awaited[node]).reads)
-            _add_reports(rows)  # of which some may stand in rows that were dropped
-            yield from received.of(rows.select(torch.isin(rows.ids, mine).nonzero().squeeze(1)))
-        else:
-            yield self.plan.task(node), {}, mine
-        current().maximum(f"waiting/node/{node}", time.perf_counter() - began)
 
     def reweigh(self, reported: Sequence[Mapping[str, tuple[float, float]]]) -> None:
         """Refuse weights of training sets: the prompts of the next steps are being sampled already."""
@@ -195,12 +150,6 @@ class AsyncSource(Dataloader):
         shards = self.dock.status() if limit is not None else []
         return limit is not None and sum(each["bytes"] for each in shards) > limit * len(shards)
 
-    def _make_room(self) -> None:
-        """Release rows of trained steps if the dock is full, but never those of the newest two. No rollout asks for
-        that where there are none."""
-        if self._is_full():
-            self.release_before({"position": (self.drawn_before - 2) * self.batch})
-
     def reconcile(self) -> None:
         """Make the dock's commits agree with the state that training goes on from: those of later steps are rolled
         back, and with them the leases of the attempt before. Rows of earlier steps that a worker trained on but did not
@@ -208,20 +157,19 @@ class AsyncSource(Dataloader):
         if self.rank > 0:
             return
         count = self.batch * self.channel.rows
-        for consumer in self.consumers:
-            if rows := self.dock.rollback(consumer, self.drawn_before):
-                events.record("rows_rolled_back", rows=rows, first_draw=self.drawn_before)
-            with contextlib.suppress(DockError):  # it is committed
-                for number in reversed(range(self.drawn_before)):
-                    lease = self.dock.try_lease(consumer, count, step=number, shares=self.plan.ranks)
-                    if lease is None:  # this dock never had it
-                        break
-                    self.dock.commit(lease)
+        if rows := self.dock.rollback(TRAINER, self.drawn_before):
+            events.record("rows_rolled_back", rows=rows, first_draw=self.drawn_before)
+        with contextlib.suppress(DockError):  # it is committed
+            for number in reversed(range(self.drawn_before)):
+                lease = self.dock.try_lease(TRAINER, count, step=number, shares=self.plan.ranks)
+                if lease is None:  # this dock never had it
+                    break
+                self.dock.commit(lease)
 
     def release_before(self, state: dict[str, Any]) -> None:
         """Release the rows that were trained on before this state, since no worker goes on from an earlier one."""
-        for consumer in self.consumers if self.rank == 0 else ():
-            self.dock.release_before(consumer, state["position"] // self.batch)
+        if self.rank == 0:
+            self.dock.release_before(TRAINER, state["position"] // self.batch)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state; if `data.batch` has changed since, with the next whole draw of that size."""
@@ -230,82 +178,6 @@ class AsyncSource(Dataloader):
 
     def close(self) -> None:
         self.dock.close()
-
-
-class SyncSource(AsyncSource):
-    """Source of mode sync beside trainers of other roles: this one samples, and takes nothing but their columns."""
-
-    def __init__(self, loader: Dataloader, *given: Any, **named: Any):
-        super().__init__(loader, *given, **named)
-        self.consumers = [*self.awaited.values()]
-
-    def next(self) -> Batch:
-        prompts = Dataloader.next(self)
-        self.rows = Batch(self.channel.rows_of(prompts.ids))
-        return prompts
-
-    def take_results(self) -> Iterator[tuple[Task, Mapping[str, ColumnData], Tensor]]:
-        return iter(())
-
-    def _put(self, rows: Batch) -> None:
-        """Put columns. Raises SamplesChanged: this trainer has repeated a step, and others have other samples of it."""
-        if self.dock.put(rows) == len(rows):
-            return
-        stored = self.dock.fetch(rows.ids, [*rows.columns])
-        if odd := [name for name, column in rows.columns.items() if not _alike(column, stored[name])]:
-            raise SamplesChanged(f"the samples of step {self.drawn_before} came otherwise when they were repeated "
-                                 f"(column {odd[0]}), and other ranks may have computed on those that came first: "
-                                 "resume the run from its newest checkpoint")
-
-    def finish(self) -> None:
-        super().finish()
-        self._make_room()
-
-
-class FollowerSource(AsyncSource):
-    """Source of a follower, which takes the samples that the first one has enqueued. Its waits have no limit:
-    they last as long as the first trainer's steps, restarts and validations do."""
-
-    def __init__(self, *given: Any, link: FollowerLink, save: Callable[[int], None], **named: Any):
-        """`save`: writes this trainer's part of a checkpoint."""
-        super().__init__(*given, **named)
-        self.link, self.save = link, save
-
-    def next(self) -> Batch:
-        began, number = time.perf_counter(), self.drawn_before
-        self.dock.report_activity(f"waiting for the samples of step {number}")
-        lease = self._lease(self.consumer, number, None, self.batch)
-        self.position += self.batch
-        self.rows = self.dock.fetch(lease)
-        current().maximum("waiting/samples", time.perf_counter() - began)
-        return self.at(torch.unique(self.rows.ids // self.channel.rows))
-
-    def _lease(self, consumer: str, number: int, timeout: SampleTimeout | None, prompts: int) -> Lease:
-        """Return the lease of a step's rows, and do what the first trainer asks for meanwhile; all ranks as the first
-        one sees it. Raises RunOver: the first trainer does no such step."""
-        count = prompts * self.channel.rows
-        given = {"step": number, "share": self.rank, "shares": self.plan.ranks}
-        while True:
-            mine = self.dock.try_lease(consumer, count, wait=_WAIT, **given) if self.rank == 0 else None
-            look = self.link.poll(number) if self.rank == 0 else []  # it asks before it puts what this step waits for
-            there, due, over = gather_values([mine is not None, *look])[0]
-            if due:
-                self.save_after(number)
-            if there:
-                self.leases.append(mine or self.dock.lease(consumer, count, wait=self.limit, **given))
-                return self.leases[-1]
-            if over:
-                raise RunOver
-
-    def finish(self) -> None:
-        super().finish()
-        self._make_room()
-
-    def save_after(self, step: int) -> None:
-        """Save the state after `step` steps, which is that of now, but for the position."""
-        position, self.position = self.position, step * self.batch
-        self.save(step)
-        self.position = position
 
 
 class UnorderedSource(AsyncSource):
@@ -432,15 +304,6 @@ class UnorderedSource(AsyncSource):
         self.oldest = {name: [*versions] for name, versions in state.get("oldest", {}).items()}
 
 
-def _alike(column: ColumnData, other: ColumnData) -> bool:
-    """Return whether two columns are the same, but for how a device rounds."""
-    (lengths, values), (others, stored) = levels(column), levels(other)
-    same = len(lengths) == len(others) and all(map(torch.equal, lengths, others)) and values.shape == stored.shape
-    if same and values.is_floating_point():
-        return torch.allclose(values, stored, rtol=1e-3, atol=1e-3, equal_nan=True)
-    return same and torch.equal(values, stored)
-
-
 def _add_reports(rows: Batch) -> None:
     """Add the metrics that other groups have sent with rows."""
     for column in (name for name in rows.columns if name.startswith(REPORT) and "/" not in name):
@@ -451,14 +314,9 @@ def _add_reports(rows: Batch) -> None:
 def source_of(ctx: TrainContext) -> Dataloader:
     """Return the source of a rank's prompts, by the run's mode. Collective over the ranks that train."""
     channel, plan, run = ctx.channel, ctx.plan, ctx.spec.run
-    follows = channel is not None and ctx.follower is not None
 
     def loader(reader: Plan = plan) -> Dataloader:
-        role, tokenizer = ctx.roles[ctx.prompted], None
-        if follows:
-            first = prompted_role(ctx.spec, ctx.context.plan.groups[0].plan.chain(0))
-            tokenizer = tokenizer_of(ctx.spec, first, role)
-        return dataloader(ctx.spec, role, plan.source.share(ctx.rank), plan.source, tokenizer, reader,
+        return dataloader(ctx.spec, ctx.roles[ctx.prompted], plan.source.share(ctx.rank), plan.source, None, reader,
                           sampled_elsewhere=channel is not None)
 
     if channel is None:  # mode sync, or nothing is trained: a checkpoint of another mode is only read
@@ -466,15 +324,10 @@ def source_of(ctx: TrainContext) -> Dataloader:
         source.in_order = run.mode == "sync" or run.on_stale == "wait"
         return source
     colocated = ColocatedSource.of(ctx, channel, loader(ctx.context.plan.groups[1].plan)) \
-        if run.mode == "semi_sync" and not follows else None
+        if run.mode == "semi_sync" else None
     fusion = Fusion(plan, ctx.rank, loader(), channel, run.wait_limit, ctx.executor) if plan.early else None
     draws = run.steps if all(task.draws == 1 for task in plan.tasks) else None
-    given = (loader(), channel, plan, ctx.rank, run.staleness, draws, run.wait_limit, colocated, fusion, ctx.attempt,
-             ctx.context.group)
-    if run.mode == "sync" and not follows:
-        return SyncSource(*given)
-    if ctx.follower:
-        return FollowerSource(*given, link=ctx.follower, save=lambda step: ctx.state.save(step))
+    given = (loader(), channel, plan, ctx.rank, run.staleness, draws, run.wait_limit, colocated, fusion, ctx.attempt)
     if run.on_stale == "wait":
         return AsyncSource(*given)
     return UnorderedSource(*given, drops=run.on_stale == "drop", trained=ctx.trained)

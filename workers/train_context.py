@@ -15,8 +15,8 @@ from distflow.data.batch import Batch
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import Dataloader
 from distflow.data.exchange import peer_errors
-from distflow.errors import InvalidInput, StepFailed
-from distflow.plan import TRAINER, Task
+from distflow.errors import StepFailed
+from distflow.plan import Task
 from distflow.recovery.detectors import StepMonitor, StepReport
 from distflow.recovery.rank_status import RankStatus
 from distflow.recovery.worker_process import WorkerContext
@@ -28,13 +28,6 @@ from planners.check import prompted_role
 from workers.context import RankContext
 from workers.engines.sampling import key_of
 from workers.execution import SampledRows, TrainExecutor, Watch
-from workers.follower import (
-    FollowerLink,
-    FollowerSink,
-    LeaderLink,
-    TrainerBuffer,
-    follower_roles,
-)
 from workers.preflight.model import ModelProofs
 from workers.profiler import StepProfiler
 from workers.roles import build_roles, follow
@@ -59,7 +52,6 @@ class TrainContext:
         self.context, self.status, self.functions, self.channel = context, status, functions, channel
         self.spec, self.plan, self.rank = context.spec, context.own, dist.get_rank()
         run, self.known_change, self.attempt = self.spec.run, worker.config_change, worker.attempt.number
-        self.leader, self.follower = self._links()
         chain = self.plan.chain(self.rank)
         self.chain = chain[len(self.plan.early.chain(self.rank)) if self.plan.early else 0 :]
         self.prompted = prompted_role(self.spec, chain)
@@ -70,72 +62,38 @@ class TrainContext:
         self.trained = {name: role for name, role in self.roles.items() if self.spec.dag.roles[name].trained}
         following = {name: role for name, role in self.roles.items() if self.spec.dag.roles[name].follow}
         self.changing = {**self.trained, **following}
-        buffer_type = TrainerBuffer if self.leader or self.follower else Databuffer
-        self.buffer = buffer_type(self.plan, self.rank, current(), run.wait_limit)
+        self.buffer = Databuffer(self.plan, self.rank, current(), run.wait_limit)
         self.executor = TrainExecutor(self.plan, functions, self.roles, self.rank, status, run.seed)
         self.source = source_of(self)
-        if isinstance(self.buffer, TrainerBuffer):
-            self.buffer.source = self.source  # pyright: ignore[reportAttributeAccessIssue]
         self.weights = WeightPublication(channel, self.plan, self.roles, run.transport) \
-            if channel and not self.follower and self.context.plan.rollouts else None
+            if channel and self.context.plan.rollouts else None
         if writes:
             events.current().open(context.path / "events.jsonl", context.store.rank)
         self.supervised = worker.supervisor_pid > 0
         in_memory = worker if self.supervised and run.robust.snapshots else None
         resumed_at = self._restore(worker, in_memory, writes)
         self.first_step = resumed_at or 0
-        self._check_batch()
         self.source.start_at(self.first_step)
         self.executor.before_update = self.state.before_update
         self.executor.sampled = SampledRows(in_memory and in_memory.rollout_cache, resumed_at)
-        self.monitor = StepMonitor(run.robust.detectors, own=not self.follower)
+        self.monitor = StepMonitor(run.robust.detectors)
         self.profiler = StepProfiler(run.profile, context.path, context.store.rank)
         self.superseded = self.stopping = False
         if writes:
-            self.sink = FollowerSink(self.spec, context.path, self.follower, self._save_part, self.trained) \
-                if self.follower else self._open_files(resumed_at)
+            self.sink = self._open_files(resumed_at)
 
     def _restore(self, worker: WorkerContext, in_memory: WorkerContext | None, writes: bool) -> int | None:
-        """Load the newest state; return how many steps are done, None in a new run. Another trainer than the first goes
-        on from where that does, which has made the folder then, or if it alone starts again from where itself was."""
+        """Load the newest state; return how many steps are done, None in a new run."""
         context, run = self.context, self.spec.run
-        first = self.channel.first_step if self.channel and self.follower else None
         self.state = TrainState(context.path / "checkpoints", run.checkpoint, in_memory, self.changing, self.source,
-                                run.wait_limit, self.leader or self.follower,
+                                run.wait_limit,
                                 [name for name, role in self.spec.dag.roles.items()
                                  if not (role.trained or role.follow)])
         if writes:
             self.state.checkpoints.claim(context.job, worker.round, self.attempt)
         if not context.resume and not self.attempt:
             return None
-        if not (self.follower and context.resume):
-            return self.state.restore()
-        resumed_at = self.follower.resumed_at if self.attempt else None
-        done = self.state.restore(first if resumed_at is None else resumed_at, again=resumed_at is not None)
-        if resumed_at is None:
-            self.follower.note_resumed(done)
-        return done
-
-    def _check_batch(self) -> None:
-        """Raise InvalidInput: `data.batch` has changed since the checkpoint, and trainers name their steps by draws."""
-        if (self.leader or self.follower) and self.source.drawn_before != self.first_step:
-            raise InvalidInput(f"the run has asked {self.source.position:,} questions in {self.first_step:,} steps, "
-                               f"which was not by  data.batch={self.source.batch} , and with `groups.trainers` the "
-                               "number stays what it was:  distflow resume RUN  without  --set data.batch=…")
-
-    def _save_part(self, step: int) -> None:
-        """Save what the first trainer asks for, even if the next step has been drawn."""
-        self.source.save_after(step)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def _links(self) -> tuple[LeaderLink | None, FollowerLink | None]:
-        """Return this rank's link to other trainers, if it exchanges columns with any, or in mode sync with others."""
-        roles, group = follower_roles(self.context.plan), self.context.group
-        if not (group and self.channel and (roles or self.spec.run.mode == "sync")):
-            return None, None
-        store = self.channel.store.below("trainers")
-        if group.name == TRAINER:
-            return LeaderLink(store, roles, self.rank, self.spec.run.wait_limit), None
-        return None, FollowerLink(store, group.name.removeprefix(f"{TRAINER} "), self.rank)
+        return self.state.restore()
 
     def _open_files(self, resumed_at: int | None) -> Sink:
         """Open the files of the run folder. A resumed run drops the lines of the steps that it does again, but for
@@ -148,7 +106,7 @@ class TrainContext:
         trajectories().open(path / f"trajectories/rank{self.rank}.jsonl", run.trajectories, written)
         validator = self._validator(resumed_at) if run.validation else None
         return Sink(self.spec, self.plan, path, resumed_at, self.state.from_memory, validator, self.state.save,
-                    self.trained, self.context.plan.ranks, self.leader)
+                    self.trained, self.context.plan.ranks)
 
     def _validator(self, resumed_at: int | None) -> Validations:
         run = self.spec.run
@@ -158,8 +116,6 @@ class TrainContext:
                                   run.wait_limit, resumed_at)
 
     def _sampling_roles(self) -> set[str]:
-        if self.follower:
-            return set()
         colocated = self.channel is not None and self.spec.run.mode == "semi_sync"
         tasks = self.plan.tasks if colocated else self.plan.chain(self.rank)  # the others only receive samples
         elsewhere = not self.spec.run.validation or (self.channel and validated_elsewhere(self.spec, self.context.plan))
@@ -220,7 +176,7 @@ class TrainContext:
         done, metrics = step + 1, current()
         if self.supervised:
             metrics.per_rank("changes", self.context.live_config.newest(), self.known_change)
-        metrics.per_rank("stop", self._asked_to_stop(), 0)
+        metrics.per_rank("stop", heartbeat.current().page.stop, 0)
         for name, role in self.changing.items() if self.plan.partial_models else ():
             metrics.per_rank(_VERSION.format(name), role.version if role.has_engine else -1, 0)
         self.state.report()
@@ -234,15 +190,6 @@ class TrainContext:
             self.sink.warn(done, name, alert)
             if alert.restart:
                 raise StepFailed(f"step {done}: {alert.what} (detector `{name}`, whose `restart` is set)")
-
-    def _asked_to_stop(self) -> int:
-        """Return whether this rank is to stop. One that follows another trainer asks that one to, and ends with it."""
-        asked = heartbeat.current().page.stop
-        if self.follower:
-            if asked:
-                self.follower.stop()
-            return 0
-        return asked or int(self.leader is not None and self.leader.stopped)
 
     def _learn_versions(self) -> None:
         """Note on ranks without a model of a role which version of its weights the others have now."""
@@ -287,7 +234,6 @@ class TrainContext:
         if self.stopping:
             if self.state.every and done % self.state.every:
                 self.state.save(done)
-            self.sink.end(finished=False)
         else:
             if not self.state.in_memory:
                 self.state.save(done)
@@ -305,8 +251,6 @@ class TrainContext:
             if self.weights is not None and not self.weights.published and self.sink.late:
                 self.weights.publish()  # it was done before this worker
             self.sink.settle()
-        with Watch(self.status, "waiting for other trainers", "at the end of the run"), peer_errors():
-            self.sink.end()
         with Watch(self.status, "ending the run", "at the end of the run", "ending"), peer_errors():
             self.state.finish()
             self.sink.close()

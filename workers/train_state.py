@@ -21,8 +21,8 @@ import torch.distributed as dist
 from distflow.config.run import Checkpoint
 from distflow.data.dataloader import Dataloader
 from distflow.errors import CheckpointError
-from distflow.recovery.checkpoint import Checkpoints, holds
-from distflow.recovery.checkpoint_files import checkpoint_of, complete_checkpoints, step_of
+from distflow.recovery.checkpoint import Checkpoints
+from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
 from distflow.recovery.restore import FetchedShard, fetch_shard
 from distflow.recovery.snapshots import Slot, Snapshots, StateShard
 from distflow.recovery.worker_process import WorkerContext
@@ -30,7 +30,6 @@ from distflow.telemetry import timeline
 from distflow.telemetry.events import record
 from distflow.telemetry.metrics import current
 from workers.engines.role_engines import RoleEngines
-from workers.follower import FollowerLink, LeaderLink
 
 
 class TrainState:
@@ -39,18 +38,14 @@ class TrainState:
 
     def __init__(self, folder: Path, settings: Checkpoint, worker_context: WorkerContext | None,
                  roles: Mapping[str, RoleEngines], source: Dataloader, limit: float,
-                 link: LeaderLink | FollowerLink | None = None, frozen: Collection[str] = ()):
-        """`folder`: of all trainers, to which a following one adds its role; `roles`: those whose weights change;
-        `link`: to the others; `frozen`: roles of the run whose weights no trainer changes."""
+                 frozen: Collection[str] = ()):
+        """`roles`: those whose weights change; `frozen`: roles of the run whose weights do not."""
         self.frozen = frozen
-        self.link, self.first = link, None
-        if isinstance(link, FollowerLink):
-            self.first, folder = folder, folder / link.role
         self.folder, self.every, self.roles, self.source = folder, settings.every, roles, source
         timeout = datetime.timedelta(seconds=limit)
         group = dist.new_group(backend="gloo", timeout=timeout) if settings.every else None  # for a thread of its own
         assert not isinstance(group, int), "all ranks are in it"
-        self.checkpoints = Checkpoints(folder, settings.keep, group, self.first)
+        self.checkpoints = Checkpoints(folder, settings.keep, group)
         self.in_memory = worker_context is not None
         self.worker_context = worker_context or WorkerContext(snapshots=Snapshots(slots=1))
         self.snapshots, self.replica = self.worker_context.snapshots, self.worker_context.peer_replica
@@ -85,13 +80,8 @@ class TrainState:
         kept = step - 2 if arrived < 0 else min(step - 2, arrived)
         self.source_states = {each: state for each, state in self.source_states.items() if each >= kept}
         if kept in self.source_states:
-            self._release_before(self.source_states[kept])
+            self.source.release_before(self.source_states[kept])
         self.source_states[step] = self.source.state_dict()
-
-    def _release_before(self, state: dict[str, Any]) -> None:
-        self.source.release_before(state)
-        if isinstance(self.link, LeaderLink):
-            self.link.forget(state["position"] // self.source.batch)
 
     def before_update(self) -> None:
         """Wait until the snapshot is complete: the weights are about to change."""
@@ -106,8 +96,6 @@ class TrainState:
             if slot is None or slot.shard is None or slot.shard.step != step:
                 slot = self._copy(step)
             self.snapshots.held.append(slot)
-            if self.link:
-                self.link.begin_checkpoint(step)
             self.writing = self.pool.submit(self._write, step, slot, self._state(), self._progress()), slot
 
     def finish(self) -> None:
@@ -116,7 +104,7 @@ class TrainState:
             return
         (job, slot), self.writing = self.writing, None
         try:
-            self._release_before(job.result()["source"])
+            self.source.release_before(job.result()["source"])
         except CheckpointError as error:
             record("checkpoint_failed", why=str(error))
             if dist.get_rank() == 0:
@@ -124,16 +112,13 @@ class TrainState:
                       file=sys.stderr, flush=True)
         self.snapshots.held.remove(slot)
 
-    def restore(self, of_first: int | None = None, again: bool = False) -> int:
-        """Load the newest state that is complete on all ranks, in memory or on disk, or that after as many steps as the
-        first trainer goes on from, `of_first`, or `again`, alone, from a later one. Return how many steps are done, 0
+    def restore(self) -> int:
+        """Load the newest state that is complete on all ranks, in memory or on disk. Return how many steps are done, 0
         if there is no state. Raises CheckpointError; Disagreement if the ranks do not see the same files."""
-        if of_first is not None and not again:
-            self.checkpoints.forget_after(of_first)
         on_disk = complete_checkpoints(self.folder)
         checkpoint, found = None, self._newest_in_memory(on_disk[-1] if on_disk else None)
         if found is None:
-            checkpoint = self._on_disk(of_first, again)
+            checkpoint = self.checkpoints.newest()
             if checkpoint is None:
                 return 0
             found = self._newest_in_memory(checkpoint)  # newer than this one, if damaged checkpoints were passed over
@@ -151,7 +136,7 @@ class TrainState:
             record("state_restored", of_step=progress["step"], source="disk")
         self.source.load_state_dict(progress["source"])
         for name, version in progress.get("versions", {}).items():
-            if name in self.roles:  # another trainer may have had it then
+            if name in self.roles:
                 self.roles[name].version = version
         self.source_states = dict.fromkeys((progress["step"] - 1, progress["step"]), progress["source"])
         return progress["step"]
@@ -160,24 +145,6 @@ class TrainState:
         """Load a checkpoint (default: the newest); return its progress. Collective; raises as `Checkpoints.load`."""
         return self.checkpoints.load({name: role.engine if role.has_engine else _AbsentEngine()
                                       for name, role in self.roles.items()}, checkpoint, self.frozen)
-
-    def _on_disk(self, of_first: int | None, again: bool) -> Path | None:
-        """Return the checkpoint to go on from: of the first trainer, if that has trained this one's roles too, for a
-        part of the same step is older then. None if there is none. Raises CheckpointError."""
-        others = self.link.roles if isinstance(self.link, LeaderLink) else ()
-        newest = self.checkpoints.newest([*self.roles, *others])
-        step = step_of(newest) if newest else -1
-        if not of_first or (again and step > of_first):
-            return newest
-        assert self.first
-        checkpoint = checkpoint_of(self.first, of_first)
-        if checkpoint.is_dir() and all(holds(checkpoint, role) for role in self.roles):
-            return checkpoint
-        if step != of_first:
-            raise CheckpointError(f"{self.folder} has no whole checkpoint of step {of_first}, where the other trainers "
-                                  f"go on: it is missing or damaged. Move {checkpoint} away, and the run goes on "
-                                  "from the one before")
-        return newest
 
     def _newest_in_memory(self, checkpoint: Path | None) -> FetchedShard | None:
         return fetch_shard(self.snapshots, self.worker_context.replicas, step_of(checkpoint) if checkpoint else -1)
@@ -197,8 +164,7 @@ class TrainState:
         """Write a checkpoint from a snapshot of `state`, whose values are not read; in a thread of its own."""
         began = timeline.now()
         self.snapshots.wait()
-        with self.link.checkpoint_part(step) if self.link else contextlib.nullcontext():
-            self.checkpoints.save(step, self.snapshots.view(slot, state), progress)
+        self.checkpoints.save(step, self.snapshots.view(slot, state), progress)
         timeline.current().add(timeline.CHECKPOINTS, "checkpoint", began, step)
         record("checkpoint_written", of_step=step, seconds=round((timeline.now() - began) / 1e6, 3))
         return progress

@@ -52,7 +52,6 @@ from workers.engines.tp_leader import TPFollowerEngine, TPLeader
 from workers.engines.trainer import schedule_jump
 from workers.engines.weight_updates import WeightUpdates
 from workers.execution import InferenceExecutor
-from workers.follower import write_models
 from workers.inference import InferenceContext
 from workers.isolation import scoring
 from workers.loop import infer, rollout, serve, train
@@ -62,6 +61,7 @@ from workers.roles import build_roles, tokenizer_of
 from workers.rollout import RolloutContext
 from workers.rollout_channel import RolloutChannel
 from workers.rollout_validation import RolloutValidation, validated_elsewhere
+from workers.sink import write_models
 from workers.sources import source_of
 from workers.train_context import TrainContext
 from workers.training_api.calls import TrainingCalls
@@ -90,8 +90,7 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
         context.call("before_restart", attempt)
     store = context.store.store.below(f"{context.restart_group.name}/{attempt.number}")
     if context.spec.run.faults:
-        group = context.plan.groups[0] if context.group and context.role == TRAINER else context.group
-        ranks = group.ranks if group else range(context.store.ranks)
+        ranks = context.group.ranks if context.group else range(context.store.ranks)
         own_heartbeat.on_phase = FaultInjector(context.spec.run, context.role, context.store.rank, ranks, context.path,
                                                worker_context.snapshots, elastic=context.elastic is not None)
     server = _init_process_group(context, store)
@@ -166,13 +165,13 @@ def _train(context: RankContext, worker_context: WorkerContext, store: Store, ch
     if export:
         write_models(ctx.trained, export)
     else:
-        leads = ctx.rank == 0 and not ctx.follower
+        leads = ctx.rank == 0
         if leads and context.resume and worker_context.first:
             _describe_resumed(context, ctx.first_step + 1)
         if channel and leads:
             channel.announce_start(ctx.first_step)
         done = serve(ctx, TrainingCalls(ctx)) if ctx.spec.run.training_api else train(ctx)
-        if channel and done and not ctx.follower:
+        if channel and done:
             channel.announce_end()
     ctx.close()
     return done

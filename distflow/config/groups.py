@@ -23,22 +23,14 @@ class Groups(Document):
     """Division of the ranks where training and sampling do not share them."""
 
     rollout: float = 0.5
-    """Ranks that only sample, or their share of those that `inference` and `trainers` leave. The others train. 0 in
-    mode semi_sync: all ranks train and sample in turns (partial rollouts; one rank is enough)."""
+    """Ranks that only sample, or their share of those that `inference` leaves. The others train. 0 in mode semi_sync:
+    all ranks train and sample in turns (partial rollouts; one rank is enough)."""
     inference: dict[str, InferenceRanks] = {}
     """Ranks that compute with frozen models (a reference, a reward model, a teacher), by role: ranks of their own
-    ({reference: 1}); those of another role here or in `trainers` ({reward: reference}); in mode async the sampling
-    ranks ({reference: rollout}). They compute prompt by prompt; ranks of `trainers` wait for the whole step."""
-    trainers: dict[str, PositiveInt] = {}
-    """Ranks of their own for trained roles that do not sample ({critic: 1}). They train next to the first trainer, on
-    the same rows in the same steps."""
+    ({reference: 1}); those of another role here ({reward: reference}); in mode async the sampling ranks ({reference:
+    rollout}). They compute prompt by prompt. In mode sync, and for roles that are trained: `first` in `layouts`."""
     share_gpus: bool = False
     """Allow more ranks than GPUs on a machine: its trainer and rollouts share GPUs and their memory."""
-
-    @property
-    def of_roles(self) -> int:
-        """How many ranks roles have of their own."""
-        return sum(self.inference_ranks.values()) + sum(self.trainers.values())
 
     @property
     def inference_ranks(self) -> dict[str, int]:

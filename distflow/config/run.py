@@ -372,6 +372,9 @@ class Parallel(Document):
     """Ranks that split rows along their tokens."""
     ep: PositiveInt = 1
     """Ranks that split the experts of a layer, among those of `tp`, `cp` and `dp`."""
+    first: NonNegativeInt = 0
+    """First of the ranks that the role has to itself, up to the next `first`: of 4 ranks, 2 gives it the last two.
+    Counted among the ranks that train; in mode sync these are all ranks."""
     layers: list[PositiveInt] = []
     """Layers of each stage of `pp`, such as [10, 6] for unequal ranks; default: equal."""
     order: RankOrder = SHARES_OUTERMOST
@@ -407,7 +410,7 @@ class Run(Document):
     """sync: all ranks sample, then all train. async: some sample while the others train. semi_sync: as async, but
     training ranks sample, too, until enough is there (`switch_at`)."""
     groups: Groups = Groups()
-    """Division of the ranks. In mode sync only `inference` and `trainers` count."""
+    """Division of the ranks. In mode sync it changes nothing."""
     staleness: NonNegativeInt = 1
     """Highest age of the weights that sampled a token, in steps before those that train on it (async)."""
     on_stale: Literal["wait", "drop", "keep"] = "wait"

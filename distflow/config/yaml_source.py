@@ -40,6 +40,11 @@ _MOST_DIGITS = 1000  # more are not converted, which takes quadratic time
 _MOST_BYTES = 4 * 2**20  # of a file of settings, which a person has written
 RENAMED_KEYS: dict[tuple, str] = {("robust", "neighbour"): "peer_replica"}
 """What keys are called now, by the path that they had. The folders of runs have the names of their time."""
+REMOVED_KEYS: dict[tuple, str] = {
+    ("groups", "trainers"): "Instead, by a node of the role:  layouts: {critic: {first: N}}  , where N is the first of "
+                            "its ranks among those that train. A run that began with it is resumed by the version that "
+                            "began it."}
+"""What to write instead of keys that there are no more, by the path that they had."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -95,7 +100,12 @@ class YamlSource:
 
 
     def rename_keys(self) -> None:
-        """Give keys that an older version has written the names that they have now."""
+        """Give keys that an older version has written the names that they have now, and drop removed ones that said
+        nothing."""
+        for path in REMOVED_KEYS:
+            mapping = _at(self.data, path[:-1])
+            if isinstance(mapping, dict) and mapping.get(path[-1]) == {}:
+                del mapping[path[-1]]
         for path, name in RENAMED_KEYS.items():
             mapping = _at(self.data, path[:-1])
             if isinstance(mapping, dict) and path[-1] in mapping and name not in mapping:
@@ -314,7 +324,9 @@ def _mistake(kind: type[Document], source: YamlSource, item: Any) -> Diagnostic:
             return Diagnostic("a space is missing after the colon", source.location(path, key=True),
                               f"Instead:  {name}: {value}")
         hint = did_you_mean(path[-1], fields)
-        if path in RENAMED_KEYS:
+        if path in REMOVED_KEYS:
+            hint = REMOVED_KEYS[path]
+        elif path in RENAMED_KEYS:
             hint = f"`{path[-1]}` is now `{RENAMED_KEYS[path]}`."
         elif nearest(path[-1], fields) is None and (places := _places_of(kind, path[-1])):
             hint = f"It is a key of {' and of '.join(f'`{place}`' for place in places[:_PLACES])}. {hint}"

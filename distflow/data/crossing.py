@@ -64,13 +64,12 @@ def _blank(column: ColumnData, rows: int) -> ColumnData:
 
 
 class ReceivedColumns:
-    """Columns that a plan's tasks receive with rows of the dock from other groups' nodes. `rows`: of a prompt;
-    `awaited`: the node of another trainer whose columns these are, where they are not there as the step begins."""
+    """Columns that a plan's tasks receive with rows of the dock from other groups' nodes. `rows`: of a prompt."""
 
-    def __init__(self, plan: Plan, rows: int, awaited: str = ""):
+    def __init__(self, plan: Plan, rows: int):
         lineage = RowLineage(plan.tasks, plan.source)
         self.tasks = [(task, rows // lineage.times(task.out_fan)) for task in plan.tasks
-                      if task.arrives and not task.layout.early and (task.node if task.awaited else "") == awaited]
+                      if task.arrives and not task.layout.early]
         self.columns = [f"{task.node}/{name}" for task, _ in self.tasks for name in task.writes]
 
     def of(self, rows: Batch) -> Iterator[tuple[Task, dict[str, ColumnData], Tensor]]:

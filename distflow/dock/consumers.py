@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from distflow.data.crossing import POLICIES, REPORT, ReceivedColumns, report_of
 from distflow.dock.selection import Consumer
-from distflow.plan import INFERENCE, ROLLOUT, TRAINER, Group, Plan
+from distflow.plan import INFERENCE, ROLLOUT, TRAINER, Plan
 
 ORDER = "order"  # column beside those of nodes: a row may be sampled
 VALIDATION, ANSWERED = "validation", "validated"  # consumers: rollouts that validate, the trainer that has the results
@@ -30,22 +30,8 @@ def run_consumers(plan: Plan, rows: int, prompts: int, in_order: bool) -> list[C
                             if not group.plan.task(move.producer).arrives] for group in plan.groups}
     inference = {group.name: (ReceivedColumns(group.plan, rows).columns, written[group.name])
                  for group in plan.groups if group.kind == INFERENCE}
-    consumers = consumers_of(written.get(ROLLOUT, ()), rows, step_rows if in_order else None, longest, inference,
-                             written[trainer.name])
-    template = next(each for each in consumers if each.name == TRAINER)
-    if ROLLOUT not in written:  # mode sync: the first trainer samples, and others take what it has put
-        consumers = [each for each in consumers if each.name in inference]
-    reports = {group.plan.chain(0)[0].node: report_of(group.name) for group in plan.groups if group.kind == INFERENCE}
-    for group in (group for group in plan.groups if group.kind == TRAINER):
-        took = template
-        if group is not trainer:
-            took = replace(took, name=group.name, reads=tuple(ReceivedColumns(group.plan, rows).columns) or took.reads,
-                           writes=tuple(written[group.name]))
-            consumers.append(took)
-        for node, name in awaited_by(group).items():
-            reads = (*ReceivedColumns(group.plan, rows, node).columns, *([reports[node]] if node in reports else []))
-            consumers.append(replace(took, name=name, reads=reads, writes=()))
-    return consumers
+    return consumers_of(written.get(ROLLOUT, ()), rows, step_rows if in_order else None, longest, inference,
+                        written[trainer.name])
 
 
 def at_home(consumers: Sequence[Consumer], plan: Plan, local: int) -> list[Consumer]:
@@ -54,13 +40,6 @@ def at_home(consumers: Sequence[Consumer], plan: Plan, local: int) -> list[Consu
     machines = {group.name: group.first // local for group in plan.groups}
     machines |= {VALIDATION: machines.get(ROLLOUT, 0), ANSWERED: machines[plan.groups[0].name]}
     return [replace(each, home=machines.get(each.name.partition(":")[0], 0)) for each in consumers]
-
-
-def awaited_by(group: Group) -> dict[str, str]:
-    """Return the nodes of other groups for whose columns a trainer waits within a step, and by each the consumer as
-    which it does."""
-    read = {move.producer for task in group.plan.tasks for move in task.transfers}
-    return {task.node: f"{group.name}: {task.node}" for task in group.plan.tasks if task.awaited and task.node in read}
 
 
 def consumers_of(written: Sequence[str], rows: int, step_rows: int | None, longest: int,

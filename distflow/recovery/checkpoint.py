@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from distflow.data.exchange import gather, gather_values
+from distflow.data.exchange import gather
 from distflow.errors import CheckpointError, Disagreement, DistflowError, Superseded
 from distflow.recovery import generations
 from distflow.recovery.checkpoint_files import (
@@ -102,11 +102,10 @@ class Checkpoints:
 
     Args:
         group: of all ranks, for `save`: one of its own if that is called in a thread; default: the usual one.
-        first: folder of the trainer that this one follows: it has the say which checkpoints stay.
     """
 
-    def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None = None, first: Path | None = None):
-        self.folder, self.keep, self.group, self.first = folder, keep, group, first
+    def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None = None):
+        self.folder, self.keep, self.group = folder, keep, group
         self.generation = generations.TrainerGeneration()
 
     def claim(self, job: str, round: int, attempt: int) -> None:
@@ -166,23 +165,8 @@ class Checkpoints:
                        {**progress, GENERATION: list(self.generation)}, checksums)
         generations.commit(final, self.generation)
         with contextlib.suppress(CheckpointError):  # one cannot be read now: old ones are removed after the next save
-            for old in self._old():
+            for old in complete_checkpoints(self.folder)[: -self.keep]:
                 _remove(old)
-
-    def _old(self) -> list[Path]:
-        mine = complete_checkpoints(self.folder)
-        if self.first is None:
-            return mine[: -self.keep]
-        kept = [step_of(each) for each in complete_checkpoints(self.first)]
-        return [each for each in mine if kept and step_of(each) < kept[0]]
-
-    def forget_after(self, step: int) -> None:
-        """Remove checkpoints of later steps, which the run is to do again. Collective."""
-        def forget() -> None:
-            for later in (each for each in checkpoint_folders(self.folder) if step_of(each) > step):
-                _remove(later)
-
-        self._run_on_first_rank(self.folder, forget)
 
     def _run_on_first_rank(self, final: Path, act: Callable[[], None]) -> None:
         trouble, kind = "", CheckpointError
@@ -219,10 +203,9 @@ class Checkpoints:
             raise CheckpointError(f"there is no whole checkpoint in {self.folder}")
         _require_frozen(checkpoint, frozen)
         for name, engine in sharded.items():
-            state, part = {name: engine.state_dict()}, checkpoint.parent / name / checkpoint.name
-            part = part if part.is_dir() and not holds(checkpoint, name) else checkpoint
+            state = {name: engine.state_dict()}
             try:
-                state_dict_loader.load(state, storage_reader=SafeReader(part), planner=_Exact())
+                state_dict_loader.load(state, storage_reader=SafeReader(checkpoint), planner=_Exact())
             except CheckpointException as error:
                 raise CheckpointError(f"{checkpoint} cannot be loaded into role `{name}`: {_first_error(error)}. Was "
                                       "the model, its engine or `freeze`, or the DAG changed since, as `trained` and "
@@ -232,10 +215,9 @@ class Checkpoints:
             raise CheckpointError(f"{checkpoint} does not say how far its run was")
         return {name: value for name, value in progress.items() if name not in (FILES, CHECKSUMS, CHECKSUM, GENERATION)}
 
-    def newest(self, roles: Iterable[str] = ()) -> Path | None:
+    def newest(self) -> Path | None:
         """Return the newest undamaged checkpoint; None if none was ever written. Each rank reads a share of the files.
-        `roles`: whose parts must be whole too, if trainers of their own write them. Damaged checkpoints are passed over
-        with an event and a warning, and renamed. Collective.
+        Damaged checkpoints are passed over with an event and a warning, and renamed. Collective.
 
         Raises:
             CheckpointError: on every rank: all are damaged, or a rank cannot read one that may be complete.
@@ -244,7 +226,7 @@ class Checkpoints:
         passed_over: dict[Path, str] = {}
         names = self._seen()
         for checkpoint in (self.folder / name for name in names):
-            wrong = self.damage_in(checkpoint) or self._damage_in_parts(checkpoint, roles)
+            wrong = self.damage_in(checkpoint)
             if not wrong:
                 if dist.get_rank() == 0:
                     _set_aside(passed_over)
@@ -257,12 +239,6 @@ class Checkpoints:
         if not names:
             return None
         raise CheckpointError("\n".join([f"there is no whole checkpoint in {self.folder}", *passed_over.values()]))
-
-    def _damage_in_parts(self, checkpoint: Path, roles: Iterable[str]) -> str:
-        separate = [role for role in roles if (checkpoint.parent / role).is_dir() and not holds(checkpoint, role)] \
-            if dist.get_rank() == 0 else []
-        parts = [checkpoint.parent / role / checkpoint.name for role in gather_values(separate)[0]]
-        return next((f"its part {part}: {wrong}" for part in parts if (wrong := self.damage_in(part))), "")
 
     def damage_in(self, checkpoint: Path) -> str:
         """Return what any rank finds damaged in a checkpoint; empty if nothing is. Collective."""
@@ -296,7 +272,7 @@ class Checkpoints:
 
 
 def holds(checkpoint: Path, role: str) -> bool:
-    """Return whether a role's state is in a checkpoint, and not with the trainer of that role alone."""
+    """Return whether a role's state is in a checkpoint."""
     saved = SafeReader(checkpoint).read_metadata().planner_data or {}
     return any(path[0] == role for path in saved.values())
 
@@ -304,7 +280,7 @@ def holds(checkpoint: Path, role: str) -> bool:
 def _require_frozen(checkpoint: Path, roles: Iterable[str]) -> None:
     """Refuse a checkpoint with weights of a role that does not change now: they would be those of its model again."""
     for role in roles:
-        if holds(checkpoint, role) or (checkpoint.parent / role / checkpoint.name).is_dir():
+        if holds(checkpoint, role):
             raise CheckpointError(
                 f"{checkpoint} has weights of role `{role}`, which changed in training when it was written. Now "
                 "the DAG has neither its `trained` nor `follow`, and it would have those of its model again. Put back "

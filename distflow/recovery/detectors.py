@@ -301,14 +301,12 @@ def all_dropped(steps: Sequence[StepReport]) -> Alert | None:
 
 
 class StepMonitor:
-    """Asks all detectors of steps, after each step. `settings`: of detectors, by name. `own`: those of the user too,
-    which know the metrics of the first trainer."""
+    """Asks all detectors of steps, after each step. `settings`: of detectors, by name."""
 
-    def __init__(self, settings: Mapping[str, Any], own: bool = True):
+    def __init__(self, settings: Mapping[str, Any]):
         self.detectors: dict[str, StepDetector] = {
             name: partial(function, **(given if isinstance(given := settings.get(name), Mapping) else {}))
-            for name, function in STEP_DETECTORS.items()
-            if own or function.__module__ == __name__}
+            for name, function in STEP_DETECTORS.items()}
         self.steps: deque[StepReport] = deque(maxlen=_REMEMBERED)
         self.reported: dict[str, str] = {}
 

@@ -126,8 +126,7 @@ def _claim(folder: Path, generation: TrainerGeneration) -> Path:
 
 
 def _place(folder: Path) -> Path:
-    """Return where trainers claim a folder: those of several roles, whose folders lie in one, do not replace each
-    other."""
+    """Return where trainers claim a folder."""
     return folder.with_name(_CLAIMS if folder.name == "checkpoints" else f"{folder.name}.{_CLAIMS}")
 
 

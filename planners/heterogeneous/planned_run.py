@@ -1,11 +1,11 @@
-"""Turns a placement on mixed hardware into a run: its shares become the rows of `layouts`, its groups `groups`.
+"""Turns a placement on mixed hardware into a run: its shares become the rows of `layouts`, its groups `first` there
+and `groups`.
 
-Solvers may choose more than ranks can do: ranks run one chain together; or they train on the first of them, sample on
-the next, which may compute frozen roles too, and on the others infer with frozen roles, or train one role, perhaps
-with frozen ones beside it; or they sample and train on the first of them, and do the same on the others. A task's
-shares follow each other.
-Machines that a plan leaves out have no ranks; of the others those that
-train come first, then those that sample, else the order is that of the cluster file.
+Solvers may choose more than ranks can do: ranks run one chain together, in which roles may have ranks of their own; or
+they train on the first of them, where trained roles may have ranks of their own, perhaps with frozen ones beside them,
+sample on the next, which may compute frozen roles too, and on the others infer with frozen roles. A task's shares
+follow each other. Machines that a plan leaves out have no ranks; of the others those that train come first, then those
+that sample, else the order is that of the cluster file.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class _Group:
 
     @property
     def order(self) -> int:
-        """Place among the groups: that which trains what samples, which samples, which infer, which train one role."""
-        return 3 if self.trains_one else 0 if TRAIN in self.kinds else 1 if self.samples else 2
+        """Place among the groups: that which trains what samples, which train one role, which samples, which infer."""
+        return 1 if self.trains_one else 0 if TRAIN in self.kinds else 2 if self.samples else 3
 
     def _is_whole(self, roles: list[str]) -> bool:
         return not any(task.role in roles for task in self.others)
@@ -132,6 +132,10 @@ class RankAssignment:
     def together(self) -> bool:
         """Whether the first ranks sample what they train on, or nothing samples."""
         return _are_together(self.groups)
+
+    def in_chain(self, task: ModelTask) -> bool:
+        """Return whether the ranks that train compute a task."""
+        return self.together or self.group_of[task.name].order < 2
 
     @cached_property
     def devices(self) -> list[int]:
@@ -213,12 +217,12 @@ def _are_of_a_run(groups: Sequence[_Group], mode: str) -> bool:
     """Return whether these groups, in the order of their ranks, are such as runs have in a mode."""
     if len(groups) == 1:
         return True
-    _, second, *others = groups
-    together = _are_together(groups)
-    alone = mode != SYNC and not together \
-        and (second.kinds == {GENERATE} or (mode == "async" and second.samples_and_reads))
-    of_one_role = others if alone else (second, *others)
-    return (alone or together) and all(group.only_infers or group.trains_one for group in of_one_role)
+    together, others = _are_together(groups), groups[1:]
+    sampling = [group for group in others if group.samples]
+    alone = mode != SYNC and not together and len(sampling) == 1 \
+        and (sampling[0].kinds == {GENERATE} or (mode == "async" and sampling[0].samples_and_reads))
+    return (alone or together) and all(group.only_infers or group.trains_one for group in others
+                                       if not (alone and group.samples))
 
 
 def _are_together(groups: Sequence[_Group]) -> bool:
@@ -265,7 +269,7 @@ def _check_groups(assignment: RankAssignment, mode: str) -> Iterator[Diagnostic]
 def _check_task(assignment: RankAssignment, task: ModelTask) -> Iterator[Diagnostic]:
     placed = assignment.plan.tasks[task.name]
     width, ranks, group = placed.tp * placed.pp, assignment.ranks[task.name], assignment.group_of[task.name]
-    apart = ranks.start > 0 and not group.trains_one
+    apart = not assignment.in_chain(task)
     beside = apart and task.kind == INFER and group.samples
     if beside and width > 1:
         yield Diagnostic(f"node `{task.name}` splits its model over {width} ranks, and each rank that samples has its "
@@ -286,15 +290,14 @@ def _check_task(assignment: RankAssignment, task: ModelTask) -> Iterator[Diagnos
 
 def _groups(assignment: RankAssignment) -> dict[str, Any]:
     """Return the settings of `groups:` that differ from the run's."""
-    alone, rollout, on_rollouts = assignment.groups[1:], {}, []
-    if not assignment.together:
-        sampling, *alone = alone
-        rollout, on_rollouts = {"rollout": len(sampling.devices)}, sampling.frozen
-    return rollout | {
-        "inference": {group.host: len(group.devices) for group in alone if not group.trains_one}
-        | {role: group.host for group in alone for role in group.roles if role != group.host}
-        | dict.fromkeys(on_rollouts, ROLLOUT),
-        "trainers": {group.host: len(group.devices) for group in alone if group.trains_one}}
+    if assignment.together:
+        return {"inference": {}}
+    sampling = next(group for group in assignment.groups if group.samples)
+    alone = [group for group in assignment.groups if group.only_infers]
+    return {"rollout": len(sampling.devices),
+            "inference": {group.host: len(group.devices) for group in alone}
+            | {role: group.host for group in alone for role in group.roles if role != group.host}
+            | dict.fromkeys(sampling.frozen, ROLLOUT)}
 
 
 def _layouts(spec: Spec, assignment: RankAssignment) -> dict[str, Parallel]:
@@ -303,9 +306,9 @@ def _layouts(spec: Spec, assignment: RankAssignment) -> dict[str, Parallel]:
         placed, group = assignment.plan.tasks[task.name], assignment.group_of[task.name]
         ranks = assignment.ranks[task.name]
         rows, order = assignment.rows(task, ranks) or ([], SHARES_OUTERMOST)
-        if ranks.start == 0 or group.trains_one:
+        if assignment.in_chain(task):
             layouts[task.name] = Parallel(tp=placed.tp, pp=placed.pp, ep=placed.ep, rows=rows, order=order,
-                                          layers=_unequal(placed))
+                                          layers=_unequal(placed), first=ranks.start)
         elif placed.tp * placed.pp > 1:  # they divide no rows
             layouts[task.name] = Parallel(tp=placed.tp, pp=placed.pp, layers=_unequal(placed))
         elif task.kind == INFER and not group.samples:

@@ -64,6 +64,17 @@ def test_a_renamed_key_of_a_users_own_file_is_refused_with_its_new_name(tmp_path
         load("grpo", None, ["robust.neighbour=false"])
 
 
+def test_a_removed_key_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
+    """In the folder of a run that an older version has begun it is no mistake if it said nothing."""
+    for kind, content in load("ppo").resolved().items():
+        (tmp_path / f"{kind}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    written = (tmp_path / "run.yaml").read_text()
+    (tmp_path / "run.yaml").write_text(written.replace("groups:\n", "groups:\n  trainers: {}\n"))
+    assert not reload(tmp_path).mistakes
+    with pytest.raises(InvalidInput, match=r"(?s)unknown key `trainers`.*layouts: {critic: {first: N}}"):
+        load("ppo", str(tmp_path / "run.yaml"))
+
+
 def test_a_dag_with_data_of_its_own_has_its_own_run() -> None:
     assert load("dpo.yaml").run_source.file.endswith("embedded_dpo.yaml")
     assert load("ppo").run_source.file.endswith("embedded.yaml")

@@ -7,6 +7,7 @@ from harness import ROOT
 
 from distflow.config.load import load_for_planning
 from distflow.errors import InvalidInput
+from distflow.plan import Layout
 from planners import plan
 
 DAG = """name: mine
@@ -85,16 +86,18 @@ def test_what_lies_elsewhere_is_refused_with_its_line(planned, ranks, overrides,
     assert any(what in str(each) and line in str(each) for each in error.value.mistakes), str(error.value)
 
 
-def test_the_copy_of_a_critic_with_ranks_of_its_own_is_refused(tmp_path):
+def test_layouts_first_gives_a_role_and_what_follows_it_the_same_ranks(tmp_path):
     dag = (ROOT / "dags/ppo.yaml").read_text()
     target = "target: {copy_of: critic, head: value, follow: {every: 1, mix: 0.1}}"
     dag = dag.replace("trained: true, head: value}", "trained: true, head: value}\n  " + target)
     (tmp_path / "target.yaml").write_text(dag.replace("values:    {role: critic,", "values:    {role: target,"))
     spec = load_for_planning(str(tmp_path / "target.yaml"), None, [])
     assert plan(spec, 2).layout_of("target", False) == plan(spec, 2).layout_of("critic", False)
-    spec = load_for_planning(str(tmp_path / "target.yaml"), None, ["groups.trainers={critic: 1}"])
-    with pytest.raises(InvalidInput, match="role `target`, which these have, follows it"):
-        plan(spec, 2)
+    spec = load_for_planning(str(tmp_path / "target.yaml"), None, ["layouts={critic: {first: 1}}"])
+    assert plan(spec, 2).layout_of("target", False) == plan(spec, 2).layout_of("critic", False) == Layout(1, 1)
+    spec = load_for_planning(str(tmp_path / "target.yaml"), None, ["layouts={critic: {first: 2}, values: {first: 1}}"])
+    with pytest.raises(InvalidInput, match="or with one that follows the other"):
+        plan(spec, 3)
 
 
 def test_one_that_samples_follows_in_mode_sync_alone(planned):

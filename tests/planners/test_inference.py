@@ -182,14 +182,6 @@ def test_a_frozen_role_that_samples_is_not_read_beside_its_samples(dag_of):
         planned(dag_of(nodes, ["judge"]), 4, "groups.inference={judge: rollout}")
 
 
-def test_in_mode_sync_roles_on_ranks_that_sample_are_checked_too():
-    with pytest.raises(InvalidInput, match="Did you mean `reference`"):
-        planned("ppo.yaml", 4, "mode=sync", "groups.inference={refrence: rollout}", "groups.trainers={critic: 1}")
-    both = "groups.inference={reference: rollout}", "groups.trainers={critic: 1}"
-    _, made = planned("ppo.yaml", 4, "mode=sync", *both)
-    assert "reference" in [task.node for task in made.chain(0)]
-
-
 def test_only_what_ranks_that_sample_read_restarts_them():
     rate, micro = ("roles", "actor", "learning_rate"), ("roles", "actor", "micro_batch_tokens")
     assert groups_of(micro, "async", False, {"actor", "reference"}) == (TRAINER, ROLLOUT)
@@ -263,12 +255,11 @@ def test_a_role_whose_engine_cannot_be_split_as_another_is_not_on_its_ranks(dag_
         planned(dag, 4, BESIDE, "layouts.judged.pp=2", "roles.judge.engine=megatron")
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_frozen_roles_may_be_beside_one_that_trains(mode):
-    _, made = planned("ppo.yaml", 4, f"mode={mode}",
-                      "groups={rollout: 1, trainers: {critic: 2}, inference: {reference: critic}}")
-    assert chains(made)["trainer critic"] == ["critic", "reference", "values"]
-    assert chains(made)["trainer"] == [*["rollout"] * (mode == "sync"), "update"]
+def test_layouts_give_ranks_of_their_own_in_mode_sync():
+    with pytest.raises(InvalidInput) as error:
+        planned("ppo.yaml", 4, "mode=sync", "groups.inference={reference: 1}")
+    assert "layouts: {reference: {first: 3}}" in str(error.value)
+    planned("ppo.yaml", 4, "mode=sync", "layouts={reference: {first: 3}}")
 
 
 @pytest.mark.parametrize(("groups", "says", "remedy"), [
@@ -276,16 +267,12 @@ def test_frozen_roles_may_be_beside_one_that_trains(mode):
      "Ranks: rollout"),
     ("{inference: {reference: reference}}", "which has none of its own", "inference: {reference: 1}"),
     ("{inference: {reference: critic}}", "which has none of its own", "inference: {reference: 1}"),
-    ("{trainers: {critic: 1}, inference: {reward: critic, reference: reward}}", "on the ranks of `reward`",
-     "inference: {reference: critic}"),
     ("{inference: {reference: rollouts}}", "to be on the ranks of `rollouts`", "Did you mean `rollout`?"),
-    ("{trainers: {critic: 1}, inference: {reference: critics}}", "on the ranks of `critics`", "Did you mean `critic`?"),
-    ("{trainers: {critic: 1}, inference: {actor: critic}}", "role `actor` cannot have ranks that only infer: it is "
-     "trained", "trainers: {actor: 1}")])
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_role_is_beside_one_with_ranks_of_its_own(mode, groups, says, remedy):
+    ("{inference: {critic: 1}}", "role `critic` cannot have ranks that only infer: it is trained",
+     "layouts: {values: {first: N}}")])
+def test_a_role_is_beside_one_with_ranks_of_its_own(groups, says, remedy):
     with pytest.raises(InvalidInput) as error:
-        planned("ppo.yaml", 4, f"mode={mode}", f"groups={groups}")
+        planned("ppo.yaml", 4, "mode=async", f"groups={groups}")
     mistake = next(each for each in error.value.mistakes if says in each.what)
     assert remedy in mistake.hint
 

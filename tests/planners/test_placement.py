@@ -81,6 +81,31 @@ def test_a_model_is_on_the_ranks_with_rows_of_any_node_of_its_engine() -> None:
     assert made.layout_of("actor", samples=True) == Layout(4)
 
 
+def test_layouts_first_gives_a_role_ranks_to_itself() -> None:
+    """Counted among the ranks that train, up to the next `first`; the others have the first ranks."""
+    made = plan(load("ppo", None, ["layouts={critic: {first: 2}, reference: {first: 3}}"]), 4)
+    layouts = {task.node: task.layout for task in made.tasks}
+    assert layouts["critic"] == layouts["values"] == made.layout_of("critic", samples=False) == Layout(1, 2)
+    assert layouts["reference"] == Layout(1, 3)
+    assert layouts["rollout"] == layouts["update"] == made.layout_of("actor", samples=True) == Layout(2)
+    cut = plan(load("ppo", None, ["mode=async", "groups.rollout=1", "layouts={critic: {first: 1}}"]), 4)
+    assert [(group.name, group.first, group.last) for group in cut.groups] == [("trainer", 0, 2), ("rollout", 3, 3)]
+    assert cut.groups[0].plan.layout_of("critic", samples=False) == Layout(2, 1)
+
+
+@pytest.mark.parametrize(("settings", "message", "line"), [
+    (["layouts={critic: {first: 4}}"], "begin at 4, and those that train are 0 to 3", "first: 3"),
+    (["layouts={critic: {first: 2}, values: {first: 3}}"], "begin at ranks 2 and 3", "first: 3"),
+    (["layouts={rollout: {first: 1}}", "mode=async"], "other ranks compute it", "Leave `first` out of it."),
+    (["layouts={update: {first: 2}, rollout: {rows: [1, 1]}}", "roles.actor.lora={rank: 2}"],
+     "samples on other ranks than those that train role `actor`", "the same `first`"),
+])
+def test_ranks_that_a_role_cannot_have_to_itself_are_refused(settings: list[str], message: str, line: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        plan(load("ppo", None, settings), 4)
+    assert any(message in mistake.what and line in (mistake.hint or "") for mistake in error.value.mistakes)
+
+
 def test_roles_that_share_shards_are_on_the_same_ranks() -> None:
     assert some(GRPO_SOME, "roles.actor.lora={}") == {}, "both compute with one base"
     first = GRPO_SOME.replace("[0, 0, 1]", "[1, 0, 0]")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import rms_norm
 
 from distflow.config.run import RoleRun
-from distflow.data.exchange import default_group
+from distflow.data.exchange import default_group, gather_values
 from distflow.errors import EngineError
 from distflow.plan import SHARES_OUTERMOST, Layout
 
@@ -41,16 +43,21 @@ def choose(device: str, index: int = 0) -> None:
         torch.cuda.set_device(index)
 
 
-@functools.lru_cache
-def mesh_of(layout: Layout, device: str) -> DeviceMesh | None:
-    """Return the mesh of a layout's shares with rows; None on other ranks. Collective over all ranks, which request
-    meshes in the same order."""
-    ranks = torch.arange(layout.dp * layout.width)
+def ranks_of(layout: Layout) -> Tensor:
+    """Return the ranks of a layout's shares with rows, by the dimensions `NAMES`."""
+    ranks = torch.arange(layout.first, layout.last + 1)
     if layout.order == SHARES_OUTERMOST:
         ranks = ranks.reshape(layout.dp, layout.pp, layout.cp, layout.tp)
     else:
         ranks = ranks.reshape(layout.pp, layout.dp, layout.cp, layout.tp).transpose(0, 1).contiguous()
-    ranks = ranks[layout.active_shares]
+    return ranks[layout.active_shares]
+
+
+@functools.lru_cache
+def mesh_of(layout: Layout, device: str) -> DeviceMesh | None:
+    """Return the mesh of a layout's shares with rows; None on other ranks. Collective over all ranks, which request
+    meshes in the same order."""
+    ranks = ranks_of(layout)
     groups = [group for axis in range(ranks.ndim) if (group := group_along(ranks, axis)) is not None]
     return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=NAMES) if dist.get_rank() in ranks else None
 
@@ -78,6 +85,23 @@ def group_along(ranks: Tensor, *axes: int) -> dist.ProcessGroup | None:
     return known[key]
 
 
+@contextlib.contextmanager
+def as_world(ranks: Tensor) -> Iterator[None]:
+    """Make the group of some ranks, made before, torch's default one, for a library that takes all ranks to itself.
+    All ranks call `renumber_groups` afterwards."""
+    everyone, own = default_group(), group_along(ranks.flatten(), 0)
+    c10d._update_default_pg(own)
+    try:
+        yield
+    finally:
+        c10d._update_default_pg(everyone)
+
+
+def renumber_groups() -> None:
+    """Have all ranks give new groups the same names, if some have made groups alone. Collective over all ranks."""
+    c10d._world.group_count = max(gather_values(c10d._world.group_count))
+
+
 def dimension(mesh: DeviceMesh, name: str) -> int:
     return mesh[name].size() if name in (mesh.mesh_dim_names or ()) else 1
 
@@ -94,15 +118,27 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if pinned else tensor.to(device)
 
 
-def shard_mesh(mesh: DeviceMesh, replicas: int = 1) -> DeviceMesh:
-    """Return the mesh over which FSDP shards parameters: dp and cp, or (replica, shard) with `replicas`. Collective."""
-    ranks = mesh["dp"] if mesh.mesh_dim_names else mesh
-    if dimension(mesh, "cp") > 1:
-        ranks = mesh["dp", "cp"]._flatten("dp_cp")
-    if ranks.size() % replicas:
-        raise EngineError(f"replicas: {replicas} does not divide the {ranks.size()} ranks (dp × cp) with shards of "
-                          f"the model. It may be any divisor, as  replicas: {math.gcd(ranks.size(), replicas)}")
-    return ranks if replicas == 1 else ranks._unflatten(0, (replicas, ranks.size() // replicas), ("replica", "shard"))
+def sharding_mesh(mesh: DeviceMesh, replicas: int = 1) -> DeviceMesh:
+    """Return the mesh (replica, shard, tp) of FSDP: it shards parameters over dp and cp, in so many `replicas`. Of each
+    group there is one by then (`make_sharding_groups`), or all ranks call this."""
+    ranks = _sharding_ranks(mesh.mesh, dimension(mesh, "tp"), replicas)
+    groups = [group for axis in range(ranks.ndim) if (group := group_along(ranks, axis)) is not None]
+    return DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=("replica", "shard", "tp"))
+
+
+def make_sharding_groups(layout: Layout, replicas: int) -> None:
+    """Make the groups of `sharding_mesh`. Collective over all ranks."""
+    ranks = _sharding_ranks(ranks_of(layout), layout.tp, replicas)
+    for axis in range(ranks.ndim):
+        group_along(ranks, axis)
+
+
+def _sharding_ranks(ranks: Tensor, tp: int, replicas: int) -> Tensor:
+    shards = ranks.numel() // tp
+    if shards % replicas:
+        raise EngineError(f"replicas: {replicas} does not divide the {shards} ranks (dp × cp) with shards of "
+                          f"the model. It may be any divisor, as  replicas: {math.gcd(shards, replicas)}")
+    return ranks.reshape(replicas, shards // replicas, tp)
 
 
 def is_half(settings: RoleRun, device: str) -> bool:

@@ -33,7 +33,7 @@ from distflow.weights.reshard import gather_tensors, sums_of_shards
 from workers.engines import tensor_parallel
 from workers.engines.capabilities import Capabilities, attend_by, decoder_layers, token_mixers
 from workers.engines.context_parallel import ContextParallelCache, has_windows
-from workers.engines.devices import convert, dimension, is_half, on_device, shard_mesh
+from workers.engines.devices import convert, dimension, is_half, make_sharding_groups, on_device, sharding_mesh
 from workers.engines.policy import Policy, SharedPrompt, first_rows, inputs_of
 from workers.engines.routing import Routers, alike_before, balance_of, packed_choices
 from workers.engines.trainer import LossOf, Trainer, is_placeholder
@@ -141,7 +141,9 @@ class FSDPEngine(Trainer):
                                   f"{TRAINERS['fsdp'].cannot[size]}")
         super().__init__(settings, mesh, pad_token, steps)
         self.dp_group = mesh.get_group("dp" if mesh.mesh_dim_names else 0)
-        self.shard_mesh = shard_mesh(mesh, settings.replicas)
+        sharding = sharding_mesh(mesh, settings.replicas)
+        self.shard_mesh = sharding["shard"] if settings.replicas == 1 else sharding["replica", "shard"]
+        self.tp_mesh = sharding["tp"]  # FSDP wants it to be of the same mesh
         own = sum(parameter.numel() for parameter in {*model.parameters()} - {*whole})
         layers, self.small = decoder_layers(model), own <= _SMALL
         self.keeps = own <= KEPT_WHOLE and not settings.offload
@@ -167,6 +169,10 @@ class FSDPEngine(Trainer):
                               "it out of `generation`")
         self.sharded = self._shard(layers, recomputes, set(whole))
         self.optimizer = self._optimizer() if trained else None
+
+    @staticmethod
+    def make_groups(layout: Layout, settings: RoleRun) -> None:
+        make_sharding_groups(layout, settings.replicas)
 
     def _shard(self, layers: nn.ModuleList, recomputes: bool, whole: set[nn.Parameter]) -> FSDPModule:
         half = is_half(self.settings, self.device.type)
@@ -203,7 +209,7 @@ class FSDPEngine(Trainer):
             raise EngineError(f"cp: {cp} cannot divide rows of a model that {why}. Set  cp: 1")
         if tp > 1:
             convert(model.parameters(), self.held)
-            tensor_parallel.split(model, self.mesh["tp"])
+            tensor_parallel.split(model, self.tp_mesh)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         groups: dict[tuple, list[Tensor]] = {}  # fused kernels take the tensors of one mesh

@@ -19,6 +19,7 @@ from distflow.config.run import RoleRun
 from distflow.config.sizes import Shape
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
+from distflow.plan import Layout
 from distflow.telemetry.metrics import current
 from distflow.weights.fingerprint import Sums, sums_of
 from workers.engines.devices import device_of, peak_of
@@ -127,6 +128,11 @@ class Trainer(Reader):
         self.version += 1
         return {"grad_norm": norm, "learning_rate": rate, **self.layer_shares}
 
+    @staticmethod
+    @abstractmethod
+    def make_groups(layout: Layout, settings: RoleRun) -> None:
+        """Make the process groups of an engine with this layout. Collective over all ranks, with an engine or not."""
+
     @abstractmethod
     def zero_grad(self) -> None:
         """Discard the gradient that is not applied."""
@@ -154,8 +160,9 @@ class Trainer(Reader):
 
     def shards(self) -> Mapping[str, Tensor]:
         """Return this rank's part of the trained weights: DTensors, or tensors that no other rank has. Collective."""
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        return {name: whole.clone() for index, (name, whole) in enumerate(self.export()) if index % ranks == rank}
+        ranks = self.mesh.mesh.flatten().tolist()
+        mine, number = ranks.index(dist.get_rank()), len(ranks)
+        return {name: whole.clone() for index, (name, whole) in enumerate(self.export()) if index % number == mine}
 
     def sums(self, dtype: torch.dtype) -> Sums:
         """Return the checksums of the trained weights in a dtype, see `distflow.weights.fingerprint`. Collective."""

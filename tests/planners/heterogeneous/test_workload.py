@@ -166,7 +166,7 @@ def test_rates_are_those_that_a_kind_of_device_reaches_or_the_file_says() -> Non
     assert (other.peak, other.launch, other.overlaps) == (5e13, 0.0, False), "of an unknown device"
 
 
-@pytest.mark.parametrize("setting", ["roles.actor.replicas=2", "groups.trainers={critic: 8}",
+@pytest.mark.parametrize("setting", ["roles.actor.replicas=2", "layouts={critic: {first: 8}}",
                                      "groups.inference={reference: 4}"])
 def test_what_a_run_says_of_several_ranks_is_no_matter_of_its_works(mixed_spec: Callable, setting: str) -> None:
     """They are chosen by a plan, and one rank alone could not have them."""

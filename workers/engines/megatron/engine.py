@@ -19,7 +19,7 @@ from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
 from distflow.plan import Layout
 from distflow.telemetry import heartbeat
-from workers.engines.devices import is_half
+from workers.engines.devices import as_world, is_half, ranks_of
 from workers.engines.routing import Routers, note_no_balance
 from workers.engines.trainer import LossOf, Trainer, is_placeholder
 from workers.engines.vocabulary import score_cut
@@ -55,7 +55,7 @@ class MegatronEngine(Trainer):
         check(self.layout, model.config)
         if trained:
             note_no_balance(model, "the Megatron engine has none over all layers. `engine: fsdp` computes it")
-        self.groups = groups_of(mesh, self.layout)
+        self.groups = groups_of(mesh.mesh, self.layout)
         self.last = self.groups.pp.rank() == self.layout.pp - 1
         self.dp_group, self.vocabulary = self.groups.dp, model.config.vocab_size
         half = is_half(settings, mesh.device_type)
@@ -63,9 +63,14 @@ class MegatronEngine(Trainer):
         first = self.layout.stages(model.config.num_hidden_layers)[self.groups.pp.rank()].start
         self.routers = Routers(model, self.stage, first) if settings.generation.routing_replay and trained else None
         self.model = distributed(self.stage, self.groups) if trained else self.stage.eval().requires_grad_(False)
-        self.adam = Adam(self.model, settings, self.groups, self.layout) if trained else None
+        with as_world(mesh.mesh):  # all ranks compare their parameters
+            self.adam = Adam(self.model, settings, self.groups, self.layout) if trained else None
         self.stages = P2PCommunicator(pp_group=self.groups.pp, config=self.stage.config)
         self.run = get_forward_backward_func(pp_size=self.layout.pp, vp_size=None)
+
+    @staticmethod
+    def make_groups(layout: Layout, settings: RoleRun) -> None:
+        groups_of(ranks_of(layout), layout)
 
     def _build(self, model: PreTrainedModel, dtype: torch.dtype) -> Stage:
         weights = model.state_dict()

@@ -7,7 +7,7 @@ role may have a layout of its own.
 from __future__ import annotations
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from distflow.errors import EngineError
@@ -43,9 +43,10 @@ def _divides(axis: str, ways: int, counts: dict[str, int]) -> None:
                           f"{', '.join(good)}")
 
 
-def groups_of(mesh: DeviceMesh, layout: Layout) -> ProcessGroupCollection:
-    """Create this rank's groups for Megatron. Collective over all ranks."""
-    ranks, group = mesh.mesh.reshape([getattr(layout, name) for name in NAMES]), group_along
+def groups_of(ranks: Tensor, layout: Layout) -> ProcessGroupCollection:
+    """Return this rank's groups for Megatron; None for each on a rank that is not of `ranks`, those of the layout.
+    Collective over all ranks the first time."""
+    ranks, group = ranks.reshape([getattr(layout, name) for name in NAMES]), group_along
     dp, pp, cp, tp = range(4)
     experts = ranks.permute(pp, dp, cp, tp).reshape(layout.pp, 1, -1, layout.ep)  # [pp, tp of an expert, dp of it, ep]
     groups = ProcessGroupCollection(

@@ -18,6 +18,7 @@ from distflow.data.exchange import gather_values
 from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
 from distflow.weights.fingerprint import Sums, add_up, sums_of
+from workers.engines.devices import as_world
 from workers.engines.external import ExternalRollout, RequestSession, end_turn
 from workers.engines.rollout import SampledRow, require_shapes, weight_mismatch
 from workers.engines.routing import Routing
@@ -120,7 +121,8 @@ class VLLMRollout(ExternalRollout):
         self.failure, self.copies = "", tied_copies(model, self.device)
         self.adapters = {name: shape for name, shape in self.shapes.items() if ".lora_" in name}
         self.lora = settings.lora if self.adapters else None
-        self.llm = start(model, self.generation, self.dtype, self.device, (self.tp, ep), seed, self.lora)
+        with as_world(mesh.mesh):
+            self.llm = start(model, self.generation, self.dtype, self.device, (self.tp, ep), seed, self.lora)
         self.core = self.llm.engine_core
         """vLLM's engine core: the layers around it detokenize, which takes as long as a small model."""
         self.core._finalizer.detach()  # it would destroy the default process group, which is not vLLM's

@@ -1,0 +1,39 @@
+"""Whole runs with a critic on ranks of its own, next to an actor whose engines are of other libraries."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import ROOT, SEED_WITH_CLEAR_DRAWS, metrics_of
+
+ENGINES = {"vllm": ("vllm", "roles.actor.rollout=vllm"),
+           "vllm, split": ("vllm", "roles.actor.rollout=vllm", "layouts.rollout.tp=2"),
+           "megatron": ("megatron.core", "roles.actor.engine=megatron", "layouts.update.pp=2")}
+HEADS = ("roles.actor.model.heads=4", "roles.actor.model.kv_heads=2", "roles.actor.model.layers=2", "steps=3",
+         "roles.critic={engine: fsdp}", "nodes.reward.with.reward=brevity",
+         "imports=[brevity, engines.megatron_on_cpu]")
+
+
+@pytest.mark.parametrize("case", ENGINES)
+def test_layouts_first_goes_with_engines_that_make_groups_of_their_own(
+        workspace: Path, launch: Callable[..., subprocess.CompletedProcess], monkeypatch: pytest.MonkeyPatch,
+        case: str) -> None:
+    library, *settings = ENGINES[case]
+    pytest.importorskip(library)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+
+    def steps(ranks: int, name: str, *given: str) -> dict:
+        sets = [word for line in (*HEADS, *given) for word in ("--set", line)]
+        launch(ranks, "--dag", "ppo.yaml", "--run-file", "tiny.yaml", *SEED_WITH_CLEAR_DRAWS, "--name", name, *sets)
+        return metrics_of(workspace / "runs" / name)
+
+    together, apart = steps(1, "together"), steps(3, "apart", "layouts={critic: {first: 2}}", *settings)
+    assert apart.keys() == together.keys() == {1, 2, 3}
+    for step, line in together.items():
+        assert apart[step]["response/fingerprint"] == line["response/fingerprint"]
+        for name in ("loss", "grad_norm", "value/loss", "value/grad_norm"):
+            assert apart[step][name] == pytest.approx(line[name], rel=1e-3, abs=1e-5), (step, name)
