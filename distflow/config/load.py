@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection
 from functools import partial
@@ -17,7 +16,7 @@ from distflow.config.freeze import check_freeze
 from distflow.config.hub import data_set_line, fetched
 from distflow.config.loggers import lack_of, loggers_of
 from distflow.config.memory_limit import limited_command, why_unbounded
-from distflow.config.model_code import needs_code, refusal
+from distflow.config.model_code import needs_code, read_json, refusal
 from distflow.config.models import (
     check_engines,
     check_lora,
@@ -254,10 +253,11 @@ def _quantized(folder: Path, how: Any) -> tuple[str, str, bool]:
 def _missing_parts(folder: Path) -> list[str]:
     """Return the files of weights that a folder's index names and that are not there, as after half a download."""
     index = folder / "model.safetensors.index.json"
-    if not index.is_file():
+    try:
+        named = read_json(index)["weight_map"].values() if index.is_file() else ()
+        return sorted({file for file in named if not (folder / file).is_file()})
+    except (ValueError, LookupError, TypeError, AttributeError):  # which loading reports
         return []
-    named = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
-    return sorted({file for file in named.values() if not (folder / file).is_file()})
 
 
 def _unset_keys(spec: Spec) -> list[Diagnostic]:
