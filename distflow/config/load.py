@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from distflow.config import command_line
 from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.dag import Dag
-from distflow.config.families import has_classifier, why_refused
+from distflow.config.families import why_refused
 from distflow.config.freeze import check_freeze
 from distflow.config.hub import data_set_line, fetched
 from distflow.config.loggers import lack_of, loggers_of
@@ -223,9 +223,6 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str, bool]:
         content = read_config(folder / "config.json")
         if why := why_refused(content):
             return f"`{shown(folder)}` holds no causal language model: {why}", _OTHER_MODEL, False
-        if spec.dag.roles[role].head == "value" and not has_classifier(kind := content["model_type"]):
-            return f"transformers has no sequence classifier of `model_type: {kind}`, which  head: value  needs", \
-                "Give this role a model of another family, with the same tokenizer.", False
         if shape := shape_of(content):
             spec.shapes[role] = shape
         if quantized := content.get("quantization_config"):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.config.extras import pip_line
+from distflow.config.families import has_classifier, why_refused
 from distflow.config.hub import tensor_shapes
 from distflow.config.megatron_models import why_unmapped
 from distflow.config.model_code import read_json
@@ -123,7 +124,8 @@ def check_engines(spec: Spec) -> list[Diagnostic]:
         if why := name == "megatron" and why_unmapped(_config_of(spec, role)):
             what = f"role `{role}` wants `engine: megatron`, which cannot compute its model: {why}"
             mistakes.append(Diagnostic(what, where, "Instead:  engine: fsdp", of_machine=True))  # its plan holds
-    return mistakes + _conflicting_batch_invariance(spec) + _without_experts(spec) + _blind(spec)
+    return mistakes + _conflicting_batch_invariance(spec) + _without_experts(spec) + _blind(spec) \
+        + _without_classifier(spec)
 
 
 def _config_of(spec: Spec, role: str) -> dict[str, Any]:
@@ -143,6 +145,14 @@ def _blind(spec: Spec) -> list[Diagnostic]:
     return [Diagnostic(f"role `{role}` is computed the plain way, for text alone: its model {shape.plain}",
                        spec.run_source.location(path), "Take `images` out, or give the role another model.")
             for role, shape in shapes.items() if shape and shape.plain and spec.run.data.images is not None]
+
+
+def _without_classifier(spec: Spec) -> list[Diagnostic]:
+    configs = {role: _config_of(spec, role) for role, form in spec.dag.roles.items() if form.head == "value"}
+    return [Diagnostic(f"role `{role}` has  head: value , and transformers has no sequence classifier of `model_type: "
+                       f"{config['model_type']}`", spec.dag_source.location(("roles", role)),
+                       "Give it a model of another family, with the same tokenizer.")
+            for role, config in configs.items() if not why_refused(config) and not has_classifier(config["model_type"])]
 
 
 def _without_experts(spec: Spec) -> list[Diagnostic]:
