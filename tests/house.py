@@ -40,8 +40,7 @@ KINDS = {
                                              "planners.placement:partial_engines"),
     "places that validate": ("workers.validation:Validator", "workers.rollout_validation:RolloutValidation",
                              "workers.rollout_validation:ValidationRequests"),
-    "wire forms of columns": ("distflow.data.column_buffers:ColumnBuffer", "distflow.dock.record_batch:RecordBatch",
-                              "distflow.weights.manifest:RankManifest", "distflow.recovery.snapshots:Snapshots"),
+    "wire forms of columns": ("distflow.data.columns:ColumnEntry",),
     "plan languages": ("distflow.plan:Plan", "distflow.config.run:Run"),
 }
 """What there is of each kind, by the symbol that it stands or falls with. One that is taken away leaves this table."""

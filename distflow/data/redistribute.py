@@ -18,7 +18,8 @@ import xxhash
 from torch import Tensor
 
 from distflow.data.batch import Batch
-from distflow.data.column_buffers import ColumnBuffer, ColumnForm, buffers_of, column_of, form_of
+from distflow.data.column_buffers import ColumnBuffer, buffers_of, column_of, form_of
+from distflow.data.columns import ColumnForm
 from distflow.data.exchange import exchange, pack, unpack
 from distflow.data.host_group import HostGroup
 from distflow.data.row_copies import copy_runs
@@ -96,8 +97,8 @@ def announce(batch: Batch, pool: PoolNotice, payload: bytes = b"") -> tuple[byte
     for name, column in batch.columns.items():
         form = form_of(column)
         # a dense row has one element
-        counts = [buffer.counts.tobytes() for buffer in buffers[name]] if form.depth else []
-        forms.append((name, *form, [numbers.setdefault(each, len(numbers)) for each in counts] or [_DENSE]))
+        counts = [np.diff(buffer.bounds).tobytes() for buffer in buffers[name]] if form.depth else []
+        forms.append((name, form, [numbers.setdefault(each, len(numbers)) for each in counts] or [_DENSE]))
     parts = [pack(forms), pack(pool), payload]
     head = np.array([len(batch), xxhash.xxh3_64_intdigest(parts[0]) >> 1, *map(len, parts)]).tobytes()
     padded = [part + bytes(-len(part) % 8) for part in parts]
@@ -172,8 +173,8 @@ class ColumnForms(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def read_forms(packed: bytes) -> ColumnForms:
     found = unpack(packed)
-    return ColumnForms({name: ColumnForm(depth, dtype, tuple(shape)) for name, depth, dtype, shape, _ in found},
-                       {name: arrays for name, *_, arrays in found})
+    return ColumnForms({name: ColumnForm.unpack(form) for name, form, _ in found},
+                       {name: arrays for name, _, arrays in found})
 
 
 def agree_on_forms(notices: RowNotices) -> dict[str, ColumnForm]:
@@ -438,8 +439,10 @@ class Redistributor:
             raw = self.memory.lease(target.address, int(route.totals[share]))
         columns = {}
         for name, form in forms.items():
-            buffers = [(_bytes_of(raw, part, share), part.counts[pairs].copy()) for part in route.parts[name]]
-            columns[name] = column_of(form, buffers)
+            parts = route.parts[name]
+            columns[name] = column_of(name, form, parts[0].counts[pairs].copy(),
+                                      [_bytes_of(raw, part, share) for part in parts],
+                                      int(parts[-1].counts[pairs].sum()))
         return Batch(torch.from_numpy(route.ids[pairs].copy()), columns)
 
     def _count(self, edge: str, route: Route, to_shares: np.ndarray, receivers: ShareReceivers,
@@ -466,7 +469,7 @@ def _rows(route: Route, buffers: Buffers, share: int, holder: int) -> \
     for name, parts in route.parts.items():
         for part, buffer in zip(parts, buffers[name], strict=True):
             if id(part.at) not in known:  # else another buffer's rows have as many elements each
-                known[id(part.at)] = buffer.starts[position], part.at[pairs], part.counts[pairs]
+                known[id(part.at)] = buffer.bounds[position], part.at[pairs], part.counts[pairs]
             yield part, buffer, known[id(part.at)]
 
 

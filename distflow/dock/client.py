@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch
+from distflow.data.column_buffers import ReadRows, decode_batch, gather, rows_of
+from distflow.data.columns import ColumnForm, Extents, encode, read_rows
 from distflow.dock.directory import ShardDirectory
 from distflow.dock.errors import DockError, TimedOut, error_from
-from distflow.dock.extents import Extents, form_of_schema, read_payload
 from distflow.dock.index import Lease
-from distflow.dock.record_batch import ReadRows, RecordBatch, gather, unpack
 from distflow.dock.selection import Consumer, DockLayout
 from distflow.dock.slots import Ids
 from distflow.dock.storage import read_ids, read_table
@@ -94,11 +94,12 @@ class DockClient:
             epochs: `self.epochs` after the fetch of what the columns were computed from. A shard whose process is
                 another one by now stores none of them and raises `LeaseLost`: its rows may have other tokens.
         """
-        rows, requests = RecordBatch(batch), []
-        ids = rows.ids
+        rows, requests = rows_of(batch), []
+        ids = batch.ids.to("cpu", torch.int64).numpy()
         versions = numpy.empty(0, numpy.int64) if version is None else _column(version, len(ids))
         for number, positions in self.layout.split(ids):
-            schema, buffers = rows.pack(positions)
+            schema, buffers = encode({name: (extents.select(positions), memories)
+                                      for name, (extents, memories) in rows.items()})
             header = {"op": "put", "ids": ids[positions].tobytes(), "columns": schema, "turn": turn,
                       "versions": versions[positions if len(versions) else slice(0)].tobytes(),
                       "epoch": epochs.get(number)}
@@ -255,7 +256,7 @@ class DockClient:
             if "turns" in reply:
                 turns[positions] = read_ids(reply["turns"])
             if len(positions) == len(chosen) and "in_place" not in reply:
-                return unpack(len(chosen), reply["columns"], data), torch.from_numpy(turns)
+                return decode_batch(torch.from_numpy(ids[chosen]), reply["columns"], data), torch.from_numpy(turns)
             if len(positions):
                 parts.append(self._locate_rows(address, positions, reply, data))
         return gather(torch.from_numpy(ids[chosen]), parts, self._allocate), torch.from_numpy(turns)
@@ -263,12 +264,12 @@ class DockClient:
     def _locate_rows(self, address: Address, positions: Ids, reply: dict[str, Any], data: numpy.ndarray) -> ReadRows:
         """Return where the rows of a reply lie: in its payload, or in the memory of the process."""
         if "in_place" not in reply:
-            return ReadRows(data, read_payload(len(positions), reply["columns"], data), positions)
+            return ReadRows(data, read_rows(len(positions), reply["columns"], data), positions)
         memory, numbers, columns, at = self.pool.memory_of(address), data.view(numpy.int64), {}, 0
         if memory is None:
             raise DockError(f"{address[0]}:{address[1]} holds rows in memory that this process does not share")
-        for name, *form in reply["in_place"]:
-            form = form_of_schema(name, *form)
+        for name, packed in reply["in_place"]:
+            form = ColumnForm.unpack(packed)
             size = len(form.widths) * len(positions)
             begin, count = numbers[at : at + size], numbers[at + size : at + 2 * size]
             columns[name] = Extents(form, *(each.reshape(-1, len(positions)) for each in (begin, count)))

@@ -197,10 +197,10 @@ class StorageShardServer:
         heap, size = request.memory, sum(extents.nbytes for extents in columns.values())
         heap.held = memories
         if not (request.header.get("in_place") and size >= LEAST):
-            schema, parts = pack(ids, columns, heap.heap.memory)
+            schema, parts = pack(columns, heap.heap.memory)
             return header | {"columns": schema}, parts
         request.connection.sent += size
-        forms = [[name, *extents.form] for name, extents in columns.items()]
+        forms = [[name, extents.form] for name, extents in columns.items()]
         return header | {"in_place": forms}, [part for _, begin, count in columns.values()
                                               for part in (begin.tobytes(), count.tobytes())]
 

@@ -5,25 +5,26 @@
     StoredBatch    rows of one put: a part of the heap, with the bytes as they came
     StorageShard   all of these; empty batches are dropped, half-empty large ones are copied
 
-A batch stays where it was received, and rows are read from there: by the clients of this machine in place (`extents.py`
-has the form), by others through messages.
+A batch stays where it was received, and rows are read from there: by the clients of this machine in place, by others
+through messages. `data/columns.py` has the form.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 
-from distflow.data.row_copies import ScatteredRuns, copy_runs
+from distflow.data.columns import ColumnForm, Extents, Schema, encode, read_rows
 from distflow.dock.errors import DockError
-from distflow.dock.extents import ElementForm, Extents, Schema, read_payload
 from distflow.dock.index import SHOWN
 from distflow.dock.intervals import Intervals
 from distflow.dock.slots import Ids, SlotTable, grown
 from distflow.errors import ColumnError, listing
+from distflow.rpc.messages import write_parts
 from distflow.rpc.shared_heap import SharedHeap
 
 Columns = dict[str, Extents]
@@ -48,18 +49,9 @@ def tokens_of(columns: Columns, rows: int) -> Ids:
     return result
 
 
-def pack(ids: Ids, columns: Columns, memory: numpy.ndarray) -> tuple[Schema, list[Any]]:
-    """Return schema and parts of a message with rows `ids`, which lie in `memory`."""
-    schema: Schema = []
-    parts: list[Any] = [ids.data.cast("B") if len(ids) else b""]
-    for name, (form, begin, count) in columns.items():
-        if form.depth:
-            parts.append(numpy.ascontiguousarray(count[0]).data.cast("B") if len(ids) else b"")
-        for begins, counts, width in zip(begin, count, form.widths):
-            parts.append(ScatteredRuns(memory, begins, begins + counts * width, 1))
-            parts.append(bytes(-len(parts[-1]) % 8))
-        schema.append([name, *form, int(count[-1].sum())])
-    return schema, parts
+def pack(columns: Columns, memory: numpy.ndarray) -> tuple[Schema, list[Any]]:
+    """Return schema and parts of a message with rows that lie in `memory`."""
+    return encode({name: (extents, itertools.repeat(memory)) for name, extents in columns.items()})
 
 
 class StoredRows(SlotTable):
@@ -96,7 +88,7 @@ class ColumnTable:
     form: number among `forms`."""
 
     def __init__(self) -> None:
-        self.forms: list[ElementForm] = []
+        self.forms: list[ColumnForm] = []
         self.rows = 0
         self.batch, self.form = numpy.empty(0, numpy.int64), numpy.empty(0, numpy.int64)
         self.begin, self.count = numpy.empty((0, 0), numpy.int64), numpy.empty((0, 0), numpy.int64)
@@ -194,7 +186,7 @@ class StorageShard:
             DockError: rows have some of these columns already, but not all; a group is not whole; or there are no
                 columns.
         """
-        columns = read_payload(len(ids), schema, payload)
+        columns = read_rows(len(ids), schema, payload)
         self._check(ids, columns, turn)
         slots = self.rows.find(ids)
         wanted = ~self.gone.contains_each(self._local_number(ids)) & self._is_new(ids, slots, columns, turn)
@@ -211,9 +203,7 @@ class StorageShard:
             self.rows["versions"][there] = versions[fresh]
         if turn is not None:
             self.rows["turns"][there] = turn
-        at = self.heap.offset_of(payload)
-        self._append(payload, there, {name: Extents(form, begin[:, fresh] + at, count[:, fresh])
-                                      for name, (form, begin, count) in columns.items()}, turn)
+        self._append(payload, there, {name: extents.select(fresh) for name, extents in columns.items()}, turn)
         self._compact()
         return ids
 
@@ -334,9 +324,9 @@ class StorageShard:
     def _append(self, memory: numpy.ndarray, slots: Ids, columns: Columns, turn: int | None) -> None:
         batch = StoredBatch(memory, slots, tuple(columns), turn, len(slots) * len(columns), len(memory))
         self.batches[self.next_batch] = batch
-        tables = self.columns if turn is None else self.saved_columns
-        for name, extents in columns.items():
-            tables.setdefault(name, ColumnTable()).put(slots, self.next_batch, extents)
+        tables, at = self.columns if turn is None else self.saved_columns, self.heap.offset_of(memory)
+        for name, (form, begin, count) in columns.items():
+            tables.setdefault(name, ColumnTable()).put(slots, self.next_batch, Extents(form, begin + at, count))
         self.next_batch += 1
         self.nbytes += batch.nbytes
 
@@ -383,24 +373,16 @@ class StorageShard:
         """Copy the live rows of a batch into one of their own; what was read before stays where it was. Return whether
         there is room for it."""
         slots, columns = self._live_rows(number, batch)
+        schema, parts = pack(columns, self.heap.memory)
         try:
-            memory = self.heap.take(sum(extents.nbytes + 8 * len(extents.begin) for extents in columns.values()))
+            memory = self.heap.take(sum(map(len, parts)))
         except MemoryError:
             return False
-        at, offset, moved = 0, self.heap.offset_of(memory), {}
-        for name, (form, begin, count) in columns.items():
-            begins = numpy.empty_like(begin)
-            for buffer, width in enumerate(form.widths):
-                sizes = count[buffer] * width
-                begins[buffer] = at + sizes.cumsum() - sizes
-                copy_runs(self.heap.memory, memory, begin[buffer], begins[buffer], sizes, 1)
-                at += int(sizes.sum())
-                at += -at % 8
-            moved[name] = Extents(form, begins + offset, count)
+        write_parts(memory.data, parts)
         tables = self.columns if batch.turn is None else self.saved_columns
         for name in batch.names:
             tables[name].remove(slots)
-        self._append(memory, slots, moved, batch.turn)
+        self._append(memory, slots, read_rows(len(slots), schema, memory), batch.turn)
         return True
 
     def _live_rows(self, number: int, batch: StoredBatch) -> tuple[Ids, Columns]:

@@ -5,12 +5,12 @@ copy. The memory belongs to the supervisor, so that the next worker finds what a
 slots take turns: while one is written the other is complete. Further slots are used while a slot is still written to
 disk, or sent to another machine (`peer_replica.py`), for longer than a step.
 
-    bytes
-    8     n, the length of the header; 0 while the slot is written
+    bytes of a record, which `seal` completes
+    8     n, the length of the header; 0 while the record is written
     8     where all of it ends
     16    xxh3 of what follows, with n as its seed
-    n     msgpack: shard, progress, tensors: [path, dtype, shape, offset]
-    …     the tensors' bytes, from the next multiple of 64 on
+    n     header, msgpack; of a snapshot: shard, progress, and the schema of the tensors, by their paths
+    …     body, from the next multiple of 64 on: bytes of the schema's columns (`data/columns.py`)
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from distflow.data.column_buffers import decode_tensors, tensor_entry
+from distflow.data.columns import lay_out
 from distflow.errors import CheckpointError
 from distflow.rpc.messages import MACHINE_MEMORY
-from distflow.rpc.packing import aligned, tensor_at
+from distflow.rpc.packing import aligned
 from distflow.weights.host_copy import HostCopy
 
 _LENGTH, _SUM = 8, 16
@@ -41,7 +43,6 @@ _UNUSED = 8  # snapshots after which the memory of a slot that was not needed is
 HEAD = 32  # bytes before the header
 _LIBC, _MADV_POPULATE_WRITE = ctypes.CDLL(None), 23
 _POPULATE_THREADS, _POPULATE_BYTES = 8, 64 << 20  # at most, and of a call
-Path = tuple[str, ...]
 StateId = tuple[int, int, int]
 """Identifies a state: the round and the attempt that made it, and the steps done. A later state is greater."""
 
@@ -99,32 +100,27 @@ class Slot:
               copy: Callable[[Iterator[tuple[Tensor, Tensor]]], Iterator[None]]) -> None:
         """Write a shard. `tensors`: each with its offset in `size` bytes. `copy`: see `HostCopy.copy`."""
         packed = msgpack.packb(header) or b""
-        start = _body_start(len(packed))
+        start = body_start(len(packed))
         end = start + size
         memory = self.reserve(end)
         memory[:_LENGTH] = bytes(_LENGTH)
         body = torch.frombuffer(memory, dtype=torch.uint8)[start:]
         for _ in copy((body[offset : offset + tensor.nbytes], tensor) for offset, tensor in tensors):
             continue
-        memory[HEAD : HEAD + len(packed)] = packed
-        memory[_LENGTH:HEAD] = end.to_bytes(_LENGTH, "little") + _checksum(memory, len(packed), end)
-        memory[:_LENGTH] = len(packed).to_bytes(_LENGTH, "little")  # from here on it counts
+        seal(memory, packed, end)
 
     def read(self) -> tuple[dict[str, Any], Tensor] | None:
         """Return the header and the bytes ([size] uint8) of the tensors; None if the slot is not complete."""
         memory = self.memory()
         if memory is None:
             return None
-        length, end = (int.from_bytes(memory[at : at + _LENGTH], "little") for at in (0, _LENGTH))
-        if not length or not _body_start(length) <= end <= len(memory) or _checksum(memory, length,
-                                                                                    end) != memory[_SUM:HEAD]:
-            return None
         try:
-            header = msgpack.unpackb(memory[HEAD : HEAD + length])
-            self.shard = StateShard(*map(int, header["shard"]))
+            if (record := read_record(memory)) is None:
+                return None
+            self.shard = StateShard(*map(int, record.header["shard"]))
         except (ValueError, TypeError, LookupError):  # another process has sent it
             return None
-        return header, torch.frombuffer(memory, dtype=torch.uint8)[_body_start(length) : end]
+        return record.header, torch.frombuffer(memory, dtype=torch.uint8)[record.start : record.end]
 
     def content(self) -> tuple[bytes, memoryview]:
         """Return the content of a complete slot as `paste` takes it: the first bytes, and the others."""
@@ -165,13 +161,11 @@ class Snapshots:
         Raises:
             CheckpointError: the machine has no memory for it.
         """
-        leaves, tensors, size = [], [], 0
-        for path, local in _leaves(state):
-            leaves.append([path, str(local.dtype), list(local.shape), size])
-            if local.nbytes:
-                tensors.append((size, local))
-            size += aligned(local.nbytes)
-        header = {"shard": list(shard), "progress": progress, "tensors": leaves}
+        leaves = dict(_leaves(state))
+        schema = [tensor_entry(path, local.dtype, local.shape) for path, local in leaves.items()]
+        placed, size = lay_out(schema)
+        tensors = [(begins[0], local) for (_, begins), local in zip(placed, leaves.values()) if local.nbytes]
+        header = {"shard": list(shard), "progress": progress, "tensors": schema}
         self._require_room(size)
         self.wait()
         before, self.newest = self.newest, self._free_slot()
@@ -202,8 +196,7 @@ class Snapshots:
         if (found := slot.read()) is None:
             return None
         header, body = found
-        offsets = {tuple(path): offset for path, _, _, offset in header["tensors"]}
-        return _view(state, body, offsets)
+        return _view(state, decode_tensors(header["tensors"], body))
 
     def complete(self) -> dict[StateShard, Slot]:
         """Return the complete slots, oldest first. One that was changed since it was written is passed over."""
@@ -242,35 +235,34 @@ class Snapshots:
             raise CheckpointError("the copy of the state in memory has changed since it was made")
         header, body = content
         step = StateShard(*header["shard"]).step
-        found = {tuple(path): (dtype, shape, offset) for path, dtype, shape, offset in header["tensors"]}
+        found = decode_tensors(header["tensors"], body)
         asked = dict(_leaves(state))
         if found.keys() != asked.keys():
             odd = min(found.keys() ^ asked.keys())
             raise CheckpointError(f"the copy of step {step} is of another model or engine: they differ in "
-                                  f"{'.'.join(odd)}")
+                                  f"{odd}")
         for path, local in asked.items():
-            dtype, shape, offset = found[path]
-            if [dtype, shape] != [str(local.dtype), list(local.shape)]:
-                raise CheckpointError(f"the copy of step {step} has {'.'.join(path)} as {dtype} {shape}, the worker as "
-                                      f"{local.dtype} {list(local.shape)}")
-            local.copy_(tensor_at(body, offset, local.shape, local.dtype))
+            copy = found[path]
+            if (copy.dtype, copy.shape) != (local.dtype, local.shape):
+                raise CheckpointError(f"the copy of step {step} has {path} as {copy.dtype} {list(copy.shape)}, the "
+                                      f"worker as {local.dtype} {list(local.shape)}")
+            local.copy_(copy)
         return header["progress"]
 
 
-def _leaves(state: Mapping[str, Any] | Tensor, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+def _leaves(state: Mapping[str, Any] | Tensor, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the local tensors of a state by their paths, as in `actor.model.lm_head.weight`."""
     if isinstance(state, Mapping):
         for name, each in state.items():
-            yield from _leaves(each, (*path, str(name)))
+            yield from _leaves(each, f"{path}.{name}" if path else str(name))
     else:
         yield path, state.to_local() if isinstance(state, DTensor) else state
 
 
-def _view(state: Mapping[str, Any] | Tensor, body: Tensor, offsets: Mapping[Path, int], path: Path = ()) -> Any:
+def _view(state: Mapping[str, Any] | Tensor, tensors: Mapping[str, Tensor], path: str = "") -> Any:
     if isinstance(state, Mapping):
-        return {name: _view(each, body, offsets, (*path, str(name))) for name, each in state.items()}
-    local = state.to_local() if isinstance(state, DTensor) else state
-    offset = offsets[path]
-    copy = tensor_at(body, offset, local.shape, local.dtype)
+        return {name: _view(each, tensors, f"{path}.{name}" if path else str(name)) for name, each in state.items()}
+    copy = tensors[path]
     # not from_local, which would move it to the mesh's device
     return DTensor(copy, state._spec, requires_grad=False) if isinstance(state, DTensor) else copy
 
@@ -287,7 +279,32 @@ def _populate(memory: mmap.mmap, start: int) -> None:
                         ctypes.c_size_t(min(_POPULATE_BYTES, len(memory) - each)), _MADV_POPULATE_WRITE)
 
 
-def _body_start(length: int) -> int:
+class Record(NamedTuple):
+    """Complete record of a memory: its header, and where its body begins and ends."""
+
+    header: dict[str, Any]
+    start: int
+    end: int
+
+
+def seal(memory: mmap.mmap, header: bytes, size: int, at: int = 0) -> None:
+    """Complete the record of `size` bytes that begins at byte `at`, whose body is there already."""
+    memory[at + HEAD : at + HEAD + len(header)] = header
+    memory[at + _LENGTH : at + HEAD] = size.to_bytes(_LENGTH, "little") + _checksum(memory, len(header), at, size)
+    memory[at : at + _LENGTH] = len(header).to_bytes(_LENGTH, "little")  # from here on it counts
+
+
+def read_record(memory: mmap.mmap, at: int = 0) -> Record | None:
+    """Return the record that begins at byte `at`; None if it is not complete, or has changed since."""
+    length, size = (int.from_bytes(memory[place : place + _LENGTH], "little") for place in (at, at + _LENGTH))
+    if not length or not body_start(length) <= size <= len(memory) - at or \
+            _checksum(memory, length, at, size) != memory[at + _SUM : at + HEAD]:
+        return None
+    return Record(msgpack.unpackb(memory[at + HEAD : at + HEAD + length]), at + body_start(length), at + size)
+
+
+def body_start(length: int) -> int:
+    """Return where a record's body begins, by the length of its header."""
     return aligned(HEAD + length)
 
 
@@ -295,5 +312,5 @@ def end_of(head: bytes) -> int:
     return int.from_bytes(head[_LENGTH : 2 * _LENGTH], "little")
 
 
-def _checksum(memory: mmap.mmap, length: int, end: int) -> bytes:
-    return xxhash.xxh3_128_digest(memoryview(memory)[HEAD:end], seed=length)
+def _checksum(memory: mmap.mmap, length: int, at: int, size: int) -> bytes:
+    return xxhash.xxh3_128_digest(memoryview(memory)[at + HEAD : at + size], seed=length)

@@ -17,6 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from distflow.rpc.packing import tensor_at
 from distflow.weights.errors import WeightsError
 from distflow.weights.fingerprint import Sums, sums_of
 from distflow.weights.manifest import Chunk, PublishedVersion, RankManifest, Run, SliceEntry, checksum
@@ -271,6 +272,6 @@ class Weights:
         pieces = dict[ShardSlice, Tensor]()
         for number, (shard_slice, offset, _) in self.found[name]:
             if shard_slice not in pieces:
-                memory = torch.from_numpy(self.chunks.memory[number])[offset : offset + shard_slice.nbytes]
-                pieces[shard_slice] = memory.view(shard_slice.dtype).view(shard_slice.size)
+                memory = torch.from_numpy(self.chunks.memory[number])
+                pieces[shard_slice] = tensor_at(memory, offset, shard_slice.size, shard_slice.dtype)
         return pieces

@@ -14,15 +14,14 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgpack
 import numpy
-import torch
 import xxhash
 
-from distflow.rpc.packing import aligned
-from distflow.weights.errors import WeightsError
+from distflow.data.column_buffers import dtype_of, tensor_entry
+from distflow.data.columns import ColumnEntry, lay_out, read_schema
 from distflow.weights.fingerprint import Sums
 from distflow.weights.shard_slice import ShardSlice
 
@@ -79,27 +78,28 @@ class RankManifest:
         return slice(content.offset // self.chunk, -(-(content.offset + content.slice.nbytes) // self.chunk))
 
     def pack(self) -> bytes:
-        contents = [[shard_slice.name, shard_slice.shape, shard_slice.start, shard_slice.size,
-                     str(shard_slice.dtype).removeprefix("torch."), offset, order]
-                    for shard_slice, offset, order in self.contents]
-        return msgpack.packb([self.size, self.chunk, contents, self.sums, self.values]) or b""
+        schema = [_entry(content.slice) for content in self.contents]
+        cuts = [[content.slice.shape, content.slice.start, content.order] for content in self.contents]
+        return msgpack.packb([self.size, self.chunk, schema, cuts, self.sums, self.values]) or b""
 
     @classmethod
     def unpack(cls, packed: bytes) -> RankManifest:
-        size, chunk, contents, sums, values = msgpack.unpackb(packed)
-        found = tuple(SliceEntry(ShardSlice(name, tuple(shape), tuple(start), tuple(count), _dtype(dtype)), offset,
-                                 order)
-                      for name, shape, start, count, dtype, offset, order in contents)
-        return cls(size, chunk, found, sums, values)
+        size, chunk, schema, cuts, sums, values = msgpack.unpackb(packed)
+        contents = tuple(
+            SliceEntry(ShardSlice(name, tuple(shape), tuple(start), form.shape, dtype_of(name, form)), begin, order)
+            for ((name, form, _), (begin,)), (shape, start, order) in zip(read_schema(schema, size), cuts, strict=True))
+        return cls(size, chunk, contents, sums, values)
 
 
-def lay_out(slices: Sequence[ShardSlice], orders: Sequence[int]) -> tuple[tuple[SliceEntry, ...], int]:
+def place_slices(slices: Sequence[ShardSlice], orders: Sequence[int]) -> tuple[tuple[SliceEntry, ...], int]:
     """Place slices one after the other; return their entries and the bytes of all."""
-    contents, end = [], 0
-    for shard_slice, order in zip(slices, orders):
-        contents.append(SliceEntry(shard_slice, end, order))
-        end += aligned(shard_slice.nbytes)
-    return tuple(contents), end
+    placed, size = lay_out(map(_entry, slices))
+    return tuple(SliceEntry(shard_slice, begins[0], order)
+                 for shard_slice, (_, begins), order in zip(slices, placed, orders)), size
+
+
+def _entry(shard_slice: ShardSlice) -> ColumnEntry:
+    return tensor_entry(shard_slice.name, shard_slice.dtype, shard_slice.size)
 
 
 def digest(data: bytes) -> str:
@@ -147,11 +147,3 @@ class PublishedVersion:
     def unpack(cls, text: str) -> PublishedVersion:
         version, attempt, shares = json.loads(text)
         return cls(version, attempt, tuple(ManifestDigest(*share) for share in shares))
-
-
-def _dtype(name: str) -> torch.dtype:
-    found: Any = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise WeightsError(f"a manifest has the dtype `{name}`, which this torch does not know; install the same torch "
-                           "on all machines")
-    return found

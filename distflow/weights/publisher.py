@@ -51,7 +51,7 @@ from distflow.weights.manifest import (
     chunk_size,
     digest,
     key,
-    lay_out,
+    place_slices,
 )
 from distflow.weights.shard_slice import slices_of
 from distflow.weights.transport import Transport, machine_of, transports
@@ -307,8 +307,9 @@ class Publisher:
         kinds = [dtype if dtype is not None and shard_slice.dtype.is_floating_point else shard_slice.dtype
                  for shard_slice, _ in found]
         orders = {name: order for order, name in enumerate(shards)}
-        contents, size = lay_out([replace(shard_slice, dtype=kind) for (shard_slice, _), kind in zip(found, kinds)],
-                                 [orders[shard_slice.name] for shard_slice, _ in found])
+        contents, size = place_slices(
+            [replace(shard_slice, dtype=kind) for (shard_slice, _), kind in zip(found, kinds)],
+            [orders[shard_slice.name] for shard_slice, _ in found])
         memory, chunk = self.buffers.take(size), chunk_size(size)
         whole = torch.from_numpy(memory)
         sums: list[bytes] = []

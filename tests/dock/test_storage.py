@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.data.batch import Batch, Ragged
+from distflow.data.column_buffers import decode_batch, rows_of
+from distflow.data.columns import encode
 from distflow.dock import DockError
 from distflow.dock import storage as module
-from distflow.dock.record_batch import RecordBatch, unpack
 from distflow.dock.storage import StorageShard, pack
 from distflow.errors import ColumnError
 from distflow.rpc.messages import write_parts
@@ -26,7 +27,7 @@ def tokens(ids, scale=1):
 
 def put(shard, batch, versions=None, turn=None):
     """Put a batch as its message is received."""
-    schema, parts = RecordBatch(batch).pack()
+    schema, parts = encode(rows_of(batch))
     payload = shard.heap.take(sum(map(len, parts)))
     write_parts(payload.data, parts)
     return shard.put(batch.ids.numpy(), schema, payload, versions, turn)
@@ -37,10 +38,10 @@ def retire(shard, consumer, ids):
 
 
 def sent(shard, ids, columns):
-    schema, parts = pack(ids, columns, shard.heap.memory)
+    schema, parts = pack(columns, shard.heap.memory)
     wire = numpy.empty(sum(map(len, parts)), numpy.uint8)
     write_parts(wire.data, parts)
-    return unpack(len(ids), schema, wire)
+    return decode_batch(torch.from_numpy(ids), schema, wire)
 
 
 def read(shard, ids, names=("tokens",)):

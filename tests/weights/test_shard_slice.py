@@ -8,7 +8,7 @@ from stores import client
 
 from distflow.weights.chunk_store import ChunkStore, Weights
 from distflow.weights.errors import WeightsError
-from distflow.weights.manifest import SUM, RankManifest, lay_out
+from distflow.weights.manifest import SUM, RankManifest, place_slices
 from distflow.weights.shard_slice import ShardSlice
 
 TOKEN = bytes(range(32))
@@ -79,7 +79,7 @@ def test_whole_tensors(store, kind, ranks):
 def test_slices_that_make_no_tensor(shapes):
     chunks = ChunkStore(1, "1.a")
     for rank, shape in enumerate(shapes):
-        contents, size = lay_out([ShardSlice("w", shape, (0, 0), (1, 2), torch.uint8)], [0])
+        contents, size = place_slices([ShardSlice("w", shape, (0, 0), (1, 2), torch.uint8)], [0])
         chunks.add(rank, RankManifest(size, 64, contents, bytes(SUM)), b"", numpy.zeros(size, numpy.uint8))
     with pytest.raises(WeightsError, match="did all ranks publish the same tensors"):
         dict(Weights(chunks).tensors())

@@ -8,7 +8,6 @@ That is in mode sync, and where ranks that train validate (`validation.group: tr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distflow.data.column_buffers import decode_tensors, tensor_entry
+from distflow.data.columns import ColumnEntry
 from distflow.data.exchange import gather_values
 from distflow.rpc.packing import aligned, tensor_at
 from distflow.weights.reshard import BUCKET_BYTES
 from workers.engines.devices import group_along
-
-Head = tuple[str, list[int], str]  # a tensor's name, shape and dtype
 
 
 class WeightRoute:
@@ -49,48 +48,40 @@ class WeightRoute:
         if self.receiving is None or dist.get_rank() != self.first:
             yield from weights
             return
-        heads: list[Head] = []
+        schema: list[ColumnEntry] = []
         bucket, filled = torch.empty(0, dtype=torch.uint8), 0
         for name, tensor in weights:
             size = aligned(tensor.nbytes)
             if filled + size > len(bucket):
-                self._send(heads, bucket)
-                heads, filled = [], 0
+                self._send(schema, bucket[:filled])
+                schema, filled = [], 0
                 if size > len(bucket):
                     bucket = torch.empty(max(BUCKET_BYTES, size), dtype=torch.uint8, device=tensor.device)
-            heads.append((name, [*tensor.shape], str(tensor.dtype).removeprefix("torch.")))
+            schema.append(tensor_entry(name, tensor.dtype, tensor.shape))
             copy = tensor_at(bucket, filled, tensor.shape, tensor.dtype)
             copy.copy_(tensor.detach())  # the next one may overwrite it
             filled += size
             yield name, tensor
-        self._send(heads, bucket)
-        self._heads([])
+        self._send(schema, bucket[:filled])
+        self._schema([])
 
     def receive(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole weights that the trainer's first rank sends."""
-        while heads := self._heads(None):
-            edges = _edges(heads)
-            buffer = torch.empty(edges[-1], dtype=torch.uint8, device=device)
+        while message := self._schema(None):
+            size, schema = message
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
             dist.broadcast(buffer, self.first, self.receiving)
-            for (name, shape, dtype), start in zip(heads, edges):
-                yield name, tensor_at(buffer, start, shape, getattr(torch, dtype))
+            yield from decode_tensors(schema, buffer).items()
 
     def first_of(self, value: Any) -> Any:
         """Return the value of the first rank that has one. Collective over the ranks of both engines."""
         return next(each for each in gather_values(value, self.members) if each is not None)
 
-    def _send(self, heads: list[Head], bucket: Tensor) -> None:
-        if heads:
-            dist.broadcast(bucket[: _edges(self._heads(heads))[-1]], self.first, self.receiving)
+    def _send(self, schema: list[ColumnEntry], bucket: Tensor) -> None:
+        if schema:
+            self._schema([len(bucket), schema])
+            dist.broadcast(bucket, self.first, self.receiving)
 
-    def _heads(self, own: list[Head] | None) -> list[Head]:
-        """Return what the first rank says of the next bucket; empty after the last one."""
-        return next(heads for heads in gather_values(own, self.receiving) if heads is not None)
-
-
-def _edges(heads: Sequence[Head]) -> list[int]:
-    """Return where each tensor begins in a bucket, and the bucket's size."""
-    edges = [0]
-    for _, shape, dtype in heads:
-        edges.append(edges[-1] + aligned(math.prod(shape) * getattr(torch, dtype).itemsize))
-    return edges
+    def _schema(self, own: list[Any] | None) -> list[Any]:
+        """Return bytes and schema of the first rank's next bucket; an empty list after the last one."""
+        return next(found for found in gather_values(own, self.receiving) if found is not None)
