@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.functions.aggregation import local_totals, token_weights, weighted_sum
@@ -50,25 +50,7 @@ def weights_of(rows, mode, totals=None):
 
 
 T, F = True, False
-CASES = {
-    "all_trained": [[T, T, T], [T], [T, T]],
-    "partly_masked": [[F, T, T], [T, F], [T, T, F, T]],
-    "masked_row": [[T, T], [F, F, F], [T]],
-    "zero_length_rows": [[], [T, F], [], [T], []],
-    "one_token": [[T]],
-    "all_masked": [[F, F], [F]],
-    "only_empty_rows": [[], []],
-    "no_rows": [],
-}
 ROWS = st.lists(st.lists(st.booleans(), max_size=6), max_size=8)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", CASES)
-def test_weights_match_plain_python(case, mode):
-    weights_T = weights_of(CASES[case], mode)
-    assert weights_T.dtype == torch.float32
-    assert weights_T.tolist() == pytest.approx(expected_weights(CASES[case], mode), rel=1e-6, abs=0)
 
 
 @given(rows=ROWS, mode=st.sampled_from(MODES))
@@ -97,94 +79,6 @@ def test_no_mask_trains_every_token():
 @pytest.mark.parametrize("mode", MODES)
 def test_zero_totals_give_zero_weights_even_to_trained_tokens(mode):
     assert weights_of([[T, T], [F]], mode, totals=torch.zeros(2, dtype=torch.float64)).tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_masked_row_changes_nothing_for_the_others(mode):
-    assert torch.equal(weights_of([[T, T], [T]], mode), weights_of([[T, T], [F, F, F], [T]], mode)[[0, 1, 5]])
-
-
-def per_token_loss(theta, features_T_D):
-    """Any smooth function of parameters and token will do; this one is not linear in theta."""
-    return torch.sin(features_T_D @ theta) + (features_T_D @ theta).square()
-
-
-def plain_loss(theta, features, rows, mode):
-    """The definition of each mode, in Python floats: average what is to be averaged, sum what is to be summed."""
-    start, sums, counts = 0, [], []
-    for row in rows:
-        dots = [sum(x * p for x, p in zip(token, theta)) for token in features[start : start + len(row)]]
-        losses = [math.sin(dot) + dot * dot for dot, trained in zip(dots, row) if trained]
-        start += len(row)
-        if losses:
-            sums.append(math.fsum(losses))
-            counts.append(len(losses))
-    if not sums:
-        return 0.0
-    return {
-        "token_mean": math.fsum(sums) / sum(counts),
-        "seq_mean_token_sum": math.fsum(sums) / len(sums),
-        "seq_mean_token_mean": math.fsum(s / n for s, n in zip(sums, counts)) / len(sums),
-        "fixed_length_sum": math.fsum(sums) / FIXED / len(sums),
-    }[mode]
-
-
-def plain_gradient(theta, features, rows, mode, step=1e-5):
-    """Central differences: independent of autograd as well as of the weights."""
-    gradient = []
-    for axis in range(len(theta)):
-        up, down = list(theta), list(theta)
-        up[axis] += step
-        down[axis] -= step
-        gradient.append((plain_loss(up, features, rows, mode) - plain_loss(down, features, rows, mode)) / (2 * step))
-    return gradient
-
-
-def split_loss(theta_values, features_T_D, rows, mode, place):
-    """Value and gradient with row i on rank and micro-batch `place[i]`, as a distributed run would compute them."""
-    starts = [sum(len(row) for row in rows[:i]) for i in range(len(rows))]
-    ranks = sorted({rank for rank, _ in place})
-    held = {rank: [i for i in range(len(rows)) if place[i][0] == rank] for rank in ranks}
-    totals = torch.zeros(2, dtype=torch.float64)
-    for rank in ranks:
-        totals += local_totals(*tensors([rows[i] for i in held[rank]]))
-    theta = torch.tensor(theta_values, dtype=torch.float64, requires_grad=True)
-    value = 0.0
-    for rank in ranks:
-        weights_T = weights_of([rows[i] for i in held[rank]], mode, totals)
-        per_row = dict(zip(held[rank], weights_T.split([len(rows[i]) for i in held[rank]])))
-        for micro in sorted({place[i][1] for i in held[rank]}):
-            inside = [i for i in held[rank] if place[i][1] == micro]
-            tokens = torch.cat([torch.arange(starts[i], starts[i] + len(rows[i])) for i in inside])
-            loss = weighted_sum(per_token_loss(theta, features_T_D[tokens]), torch.cat([per_row[i] for i in inside]))
-            loss.backward()
-            value += loss.item()
-    return value, [0.0] * len(theta_values) if theta.grad is None else theta.grad.tolist()
-
-
-@st.composite
-def split_problems(draw):
-    rows = draw(ROWS)
-    places = st.tuples(st.integers(0, 2), st.integers(0, 2))
-    place = draw(st.lists(places, min_size=len(rows), max_size=len(rows)))
-    number = st.floats(-1.5, 1.5, width=32)
-    tokens = sum(map(len, rows))
-    features = draw(st.lists(st.tuples(number, number), min_size=tokens, max_size=tokens))
-    return rows, place, features, draw(st.tuples(number, number))
-
-
-@pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=150)
-@given(problem=split_problems())
-def test_no_split_changes_value_or_gradient(mode, problem):
-    rows, place, features, theta = problem
-    features_T_D = torch.tensor(features, dtype=torch.float64).reshape(-1, 2)
-    whole, whole_gradient = split_loss(theta, features_T_D, rows, mode, [(0, 0)] * len(rows))
-    value, gradient = split_loss(theta, features_T_D, rows, mode, place)
-    assert value == pytest.approx(whole, rel=1e-12, abs=1e-12)
-    assert gradient == pytest.approx(whole_gradient, rel=1e-12, abs=1e-12)
-    assert value == pytest.approx(plain_loss(theta, features, rows, mode), rel=1e-6, abs=1e-6)
-    assert gradient == pytest.approx(plain_gradient(theta, features, rows, mode), rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("broken", [math.inf, -math.inf, math.nan])

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from reported import reported
 
 from distflow.data.batch import Ragged
-from distflow.telemetry.metrics import current
 from workers.functions.corrections import reject_mismatch, truncated_importance
 
 LOGPROBS = st.floats(-4, 0, allow_subnormal=False)
@@ -57,19 +57,12 @@ def test_reject_mismatch(rows, level, low, high):
             assert kept == (ratio is not None and low <= ratio <= high)
 
 
-def test_a_row_goes_as_a_whole_unless_tokens_are_looked_at():
-    rollout, actor, _ = columns([[(-1.0, -1.0 + math.log(8), True), (-1.0, -1.0, True)], [(-1.0, -1.5, True)]])
-    kept = {level: reject_mismatch(rollout, actor, level=level, low=0.5, high=5.0).values.tolist()
-            for level in ("token", "sequence", "geometric")}
-    assert kept == {"token": [False, True, True], "sequence": [False, False, True], "geometric": [True, True, True]}
-
-
 def test_what_they_report():
-    current().collect(lambda part: [part])
+    reported()
     rollout, actor, mask = columns([[(-3.0, -1.0, True), (-1.0, -1.0, True), (-9.0, 0.0, False)]])
     truncated_importance(rollout, actor, mask, cap=2.0)
     reject_mismatch(rollout, actor, mask)
-    assert current().collect(lambda part: [part]) == {"importance/mean": 1.5, "importance/truncated": 0.5,
+    assert reported() == {"importance/mean": 1.5, "importance/truncated": 0.5,
                                                       "importance/rejected": 0.5}
 
 
@@ -78,9 +71,3 @@ def test_an_impossible_untrained_token_spoils_no_row():
     for level in ("token", "sequence", "geometric"):
         assert truncated_importance(rollout, actor, mask, level=level).values.tolist() == [1.0, 1.0]
         assert reject_mismatch(rollout, actor, mask, level=level).values.tolist() == [False, True]
-
-
-def test_no_rows():
-    rollout, actor, mask = columns([])
-    assert len(truncated_importance(rollout, actor, mask, level="geometric")) == 0
-    assert len(reject_mismatch(rollout, actor, mask, level="sequence")) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from reported import reported
 
 from distflow.telemetry import metrics as module
 from distflow.telemetry.metrics import Metrics
@@ -17,7 +18,7 @@ def metrics(monkeypatch) -> Metrics:
 
 
 def figures(metrics: Metrics) -> dict[str, float]:
-    return {name.removeprefix("evaluation/"): value for name, value in metrics.collect(lambda raw: [raw]).items()}
+    return {name.removeprefix("evaluation/"): value for name, value in reported(metrics).items()}
 
 
 def run(rewards: list[float], group: list[int], **settings) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from reported import reported
 
 from distflow.telemetry.metrics import current
 from workers.engines.sampling import key_of, uniform
@@ -30,7 +31,7 @@ def test_a_group_stays_if_its_rewards_differ(rows):
 def test_answers_that_were_cut_off_are_dropped():
     current().take()
     assert drop_truncated(torch.tensor([True, False, True])).tolist() == [True, False, True]
-    assert current().collect(lambda mine: [mine])["filter/kept"] == pytest.approx(2 / 3)
+    assert reported()["filter/kept"] == pytest.approx(2 / 3)
 
 @given(rows=ROWS, best=st.integers(1, 3), others=st.integers(0, 2), kind=st.sampled_from(["worst", "random"]),
        order=st.randoms(use_true_random=False))

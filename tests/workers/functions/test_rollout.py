@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from reported import reported
 
-from distflow.telemetry.metrics import current
 from workers.engines.chat import prompt_tokens
 from workers.engines.embedded import build_tokenizer
 from workers.functions.rollout import ask
@@ -16,7 +16,7 @@ from workers.functions.rollout import ask
 def role():
     yield SimpleNamespace(name="reviser", tokenizer=build_tokenizer(["a question and an answer"]),
                           template_options={})
-    current().collect(lambda mine: [mine])
+    reported()
 
 
 def test_each_row_is_asked_about_its_own_columns(role):
@@ -30,7 +30,7 @@ def test_a_long_prompt_loses_its_beginning_and_is_counted(role):
     prompts = ask(role, template="{questions}", max_prompt_tokens=4, questions=["a" * 40, ""])
     whole = prompt_tokens(role.tokenizer, "a" * 40)
     assert [row.tolist() for row in prompts.rows] == [whole[-4:], prompt_tokens(role.tokenizer, "")]
-    assert current().collect(lambda mine: [mine])["reviser/prompts_cut"] == 1
+    assert reported()["reviser/prompts_cut"] == 1
 
 
 def test_the_template_has_the_variables_of_the_data(role):

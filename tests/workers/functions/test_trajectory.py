@@ -58,21 +58,3 @@ def test_a_conversation_that_was_never_answered_has_a_reward_of_the_same_kind():
     found.restore(first_record := first.take(whole=True))
     assert first_record.events
     assert isinstance(found.reward, float)
-
-
-def test_a_snapshot_is_appended_once():
-    """Also where the one after the newest turn was too large to be kept."""
-    found = with_turns(1)
-    found.state = 1, {"board": bytes(1000)}
-    recorded = found.take(whole=False)
-    again = with_turns(2)
-    found.pieces, found.events = again.pieces, again.events
-    more = found.take(whole=False)
-    assert len(recorded.events) > 1000 > 200 > len(more.events)
-    resumed = fresh()
-    resumed.restore(recorded.with_more(more))
-    assert (resumed.turns, resumed.state) == (2, found.state)
-    assert len(resumed.take(whole=False).events) == 0
-    assert len(resumed.take(whole=True).events) > 1000
-    found.rewind(1)
-    assert len(found.take(whole=False).events) > 1000, "a record that begins again has it again"
