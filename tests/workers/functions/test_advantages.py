@@ -8,7 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.functions.advantages import baseline_advantage, group_advantage, leave_one_out_advantage
+from workers.functions.advantages import (
+    baseline_advantage,
+    discounted_returns,
+    generalized_advantage,
+    group_advantage,
+    leave_one_out_advantage,
+)
 
 FUNCTIONS = [group_advantage, leave_one_out_advantage]
 
@@ -66,25 +72,10 @@ def test_leave_one_out_matches_plain_python(batch):
     )
 
 
-def test_a_case_by_hand():
-    rewards, groups = [1.0, 5.0, 0.0, 7.0, 2.0], [9, 4, 9, 4, 9]
-    # Group 9: 1, 0, 2 with mean 1 and deviation 1. Group 4: 5, 7 with mean 6 and deviation sqrt(2).
-    root = math.sqrt(2)
-    assert call(group_advantage, rewards, groups, epsilon=0.0) == pytest.approx([0, -1 / root, -1, 1 / root, 1])
-    assert call(group_advantage, rewards, groups, scale=False) == pytest.approx([0, -1, -1, 1, 1])
-    assert call(leave_one_out_advantage, rewards, groups) == pytest.approx([0, -2, -1.5, 2, 1.5])
-
-
 def test_the_default_epsilon_is_added_to_the_deviation():
     assert call(group_advantage, [0.0, 2e-6], [0, 0]) == pytest.approx(
         [sign * 1e-6 / (math.sqrt(2) * 1e-6 + 1e-6) for sign in (-1, 1)]
     )
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_group_of_one_gets_exactly_zero(function):
-    assert call(function, [3.5, 1.0, 2.0, -1e30], [7, 1, 1, 2])[0] == 0
-    assert call(function, [3.5, 1.0, 2.0, -1e30], [7, 1, 1, 2])[3] == 0
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e-6])
@@ -107,24 +98,6 @@ def test_float32_rewards_are_computed_in_float64(function):
     answer_B = function(torch.tensor(rewards), torch.zeros(4, dtype=torch.int64))
     assert answer_B.dtype == torch.float32
     assert torch.equal(answer_B, torch.tensor(call(function, rewards, [0] * 4)).to(torch.float32))
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-@given(batch=BATCHES, data=st.data())
-def test_the_order_of_rows_and_the_names_of_groups_do_not_matter(function, batch, data):
-    order = data.draw(st.permutations(range(len(batch))))
-    rewards, groups = [r for r, _ in batch], [g for _, g in batch]
-    moved = call(function, [rewards[i] for i in order], [100 - groups[i] for i in order])
-    straight = call(function, rewards, groups)
-    assert moved == pytest.approx([straight[i] for i in order], rel=1e-9, abs=1e-12)
-
-
-@given(rewards=st.lists(st.floats(-1e100, 1e100), max_size=8), data=st.data(), scale=st.booleans())
-def test_never_nan(rewards, data, scale):
-    groups = [data.draw(st.integers(0, 2)) for _ in rewards]
-    for epsilon in (0.0, 1e-6):
-        assert all(map(math.isfinite, call(group_advantage, rewards, groups, epsilon=epsilon, scale=scale)))
-    assert all(map(math.isfinite, call(leave_one_out_advantage, rewards, groups)))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -156,6 +129,69 @@ def test_a_baseline_is_taken_from_each_reward():
     assert baseline_advantage(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.0, 0.0, 1.0])).tolist() == [1.0, 0.0, 0.0]
 
 
-def test_a_lone_answer_has_no_others_to_be_compared_with():
-    rewards, group = torch.tensor([1.0, 0.0, 0.5, 1.0]), torch.tensor([2, 2, 2, 9])
-    assert leave_one_out_advantage(rewards, group).tolist() == [0.75, -0.75, 0.0, 0.0]
+NUMBERS = st.floats(-5, 5, allow_subnormal=False)
+TOKENS = st.lists(st.tuples(NUMBERS, NUMBERS, st.booleans()), max_size=9)
+"""A row: (reward, value, trained) of each token."""
+SHARES = st.floats(0, 1, allow_subnormal=False)
+
+
+def plain(row, gamma, lam):
+    """(advantage, return) of each token, from the definition: only trained tokens are steps."""
+    steps = []
+    for reward, value, trained in row:
+        if trained:
+            steps.append([reward, value])
+        elif steps:
+            steps[-1][0] += reward
+    results, advantage, following = [], 0.0, 0.0
+    for reward, value in reversed(steps):
+        advantage = reward + gamma * following - value + gamma * lam * advantage
+        following = value
+        results.append((advantage, advantage + value))
+    return [results.pop() if trained else (0.0, 0.0) for _, _, trained in row]
+
+
+def columns(rows):
+    tokens = [token for row in rows for token in row]
+    rewards, values, trained = (list(column) for column in zip(*tokens)) if tokens else ([], [], [])
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    return (torch.tensor(rewards, dtype=torch.float64), torch.tensor(values, dtype=torch.float64), lengths,
+            torch.tensor(trained, dtype=torch.bool))
+
+
+@given(rows=st.lists(TOKENS, max_size=5), gamma=SHARES, lam=SHARES)
+def test_generalized_advantage_and_returns_match_plain_python(rows, gamma, lam):
+    rewards, values, lengths, mask = columns(rows)
+    advantages, returns = generalized_advantage(rewards, values, lengths, gamma, lam, mask)
+    expected = [pair for row in rows for pair in plain(row, gamma, lam)]
+    assert advantages.tolist() == pytest.approx([pair[0] for pair in expected], rel=1e-6, abs=1e-9)
+    assert returns.tolist() == pytest.approx([pair[1] for pair in expected], rel=1e-6, abs=1e-9)
+    without = [pair for row in rows for pair in plain([(reward, 0.0, t) for reward, _, t in row], gamma, 1.0)]
+    assert discounted_returns(rewards, lengths, gamma, mask).tolist() == pytest.approx(
+        [pair[0] for pair in without], rel=1e-6, abs=1e-9)
+
+
+def test_a_thousand_tokens_see_to_the_end():
+    rewards = torch.zeros(1000)
+    rewards[-1] = 1.0
+    assert discounted_returns(rewards, torch.tensor([1000]), 1.0).tolist() == [1.0] * 1000
+    assert discounted_returns(rewards, torch.tensor([1000]), 0.99)[0] == pytest.approx(0.99**999, rel=1e-6)
+
+
+def test_values_are_constants():
+    values = torch.ones(2, requires_grad=True)
+    advantages, returns = generalized_advantage(torch.ones(2), values, torch.tensor([2]), 1.0, 1.0)
+    assert not advantages.requires_grad
+    assert not returns.requires_grad
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    ((torch.ones(2), torch.ones(2), torch.tensor([3]), 1.0, 1.0), "add up to 3"),
+    ((torch.ones(3), torch.ones(2), torch.tensor([3]), 1.0, 1.0), "one per token"),
+    ((torch.ones(1), torch.ones(1), torch.tensor([1]), 1.1, 1.0), "gamma must be from 0 to 1"),
+    ((torch.ones(1), torch.ones(1), torch.tensor([1]), 1.0, float("nan")), "lam must be from 0 to 1"),
+    ((torch.ones(1), torch.ones(1), torch.tensor([1]), 1.0, 1.0, torch.ones(1)), "bool"),
+])
+def test_generalized_advantage_refuses_what_does_not_fit(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        generalized_advantage(*arguments)

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
+from reported import reported
 
 from distflow.data.batch import Ragged
 from distflow.errors import InvalidInput
-from distflow.telemetry.metrics import current
 from workers.functions.updates import policy_update
 
 LOGITS = (0.3, -0.7, 1.1, 0.0)
@@ -71,7 +71,7 @@ def steps_of(rows: list[Row], rows_at_once: int = 100, **options) -> list[list[f
                   torch.tensor([row["group"] for row in rows], dtype=torch.int64),
                   column("trained", torch.bool), column("reference"), None, column("importance"),
                   actor_entropies=column("surprise", torch.float32), **options)
-    current().collect(lambda part: [part])
+    reported()
     return role.steps
 
 
@@ -86,6 +86,8 @@ def surrogate(kind: str, log_ratios, logprobs, advantage, low, high):
             yield -advantage * logprob, -advantage
         elif kind == "cispo":
             yield -min(ratio, 1 + high) * advantage * logprob, -min(ratio, 1 + high) * advantage
+        elif kind == "dual" and advantage < 0 and min(free, bounded) < 3 * advantage:
+            yield -3 * advantage, 0.0
         else:
             yield (-free, -free) if free <= bounded else (-bounded, 0.0)
 
@@ -144,8 +146,8 @@ def any_rows(draw) -> list[Row]:
     return sorted(rows, key=lambda row: row["group"])
 
 
-LOSSES = st.sampled_from([("ppo", 0.2, 0.3), ("ppo", 0.0, 5.0), ("gspo", 0.1, 0.2), ("gspo", 3e-4, 4e-4),
-                          ("cispo", 0.0, 0.5), ("reinforce", 0.0, 0.0)])
+LOSSES = st.sampled_from([("ppo", 0.2, 0.3), ("ppo", 0.0, 5.0), ("dual", 0.2, 0.3), ("gspo", 0.1, 0.2),
+                          ("gspo", 3e-4, 4e-4), ("cispo", 0.0, 0.5), ("reinforce", 0.0, 0.0)])
 AGGREGATES = st.sampled_from(["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length_sum"])
 MORE = st.fixed_dictionaries({"kl": st.sampled_from([0.0, 0.1]), "kl_kind": st.sampled_from(["k2", "k3"]),
                               "normalize": st.sampled_from(["none", "batch"]),
@@ -156,9 +158,9 @@ MORE = st.fixed_dictionaries({"kl": st.sampled_from([0.0, 0.1]), "kl_kind": st.s
 def options_of(loss, aggregate, more):
     kind, low, high = loss
     bounds = {"ppo": {"clip": low, "clip_high": high}, "gspo": {"clip": low, "clip_high": high},
-              "cispo": {"clip_high": high}}.get(kind, {})
+              "dual": {"clip": low, "clip_high": high, "dual_clip": 3.0}, "cispo": {"clip_high": high}}.get(kind, {})
     length = {"fixed_length": 7} if aggregate == "fixed_length_sum" else {}
-    return {"loss": kind, "aggregate": aggregate, **bounds, **length, **more}
+    return {"loss": "ppo" if kind == "dual" else kind, "aggregate": aggregate, **bounds, **length, **more}
 
 
 @settings(max_examples=300)
@@ -169,7 +171,7 @@ def test_loss_and_gradient_are_those_of_the_definition(rows, loss, aggregate, mo
     assert step == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(rows=any_rows(), loss=LOSSES, aggregate=AGGREGATES, more=MORE, rows_at_once=st.integers(1, 4),
        mini_batches=st.integers(1, 3))
 def test_micro_batches_change_nothing(rows, loss, aggregate, more, rows_at_once, mini_batches):
@@ -178,7 +180,7 @@ def test_micro_batches_change_nothing(rows, loss, aggregate, more, rows_at_once,
         assert step == pytest.approx(whole, rel=1e-9, abs=1e-12)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(rows=any_rows(), loss=LOSSES, aggregate=AGGREGATES, more=MORE, mini_batches=st.integers(1, 3))
 def test_ranks_change_nothing(rows, loss, aggregate, more, mini_batches):
     options = {**options_of(loss, aggregate, more), "mini_batches": mini_batches}
@@ -210,11 +212,6 @@ def test_an_untrained_token_may_be_impossible(loss):
     assert seen[0] == pytest.approx(expected[0], rel=1e-12)
 
 
-@pytest.mark.parametrize("normalize", ["none", "batch"])
-def test_rows_without_a_trained_token_are_no_loss_and_no_gradient(normalize):
-    assert steps_of([row(1.0, [-1.0], trained=[False])], normalize=normalize) == [[0.0] * 5]
-
-
 def test_equal_advantages_are_0_when_normalized():
     assert steps_of([row(0.1, [-1.0] * 3), row(0.1, [-1.0], group=1)], normalize="batch")[0] == [0.0] * 5
 
@@ -224,9 +221,9 @@ def test_recomputed_log_probabilities_are_the_old_policy_and_the_rollouts_own_sh
     rollout, recomputed = (tokens.with_values(torch.full((3,), value, dtype=torch.float64)) for value in (-9.0, -1.3))
     roles = Table(100), Table(100)
     policy_update(roles[0], tokens, tokens, rollout, torch.ones(1), torch.zeros(1), actor_logprobs=recomputed)
-    assert current().collect(lambda part: [part])["mismatch/logprob_mean"] > 7
+    assert reported()["mismatch/logprob_mean"] > 7
     policy_update(roles[1], tokens, tokens, recomputed, torch.ones(1), torch.zeros(1))
-    assert current().collect(lambda part: [part])["mismatch/logprob_mean"] < 1
+    assert reported()["mismatch/logprob_mean"] < 1
     assert roles[0].steps == roles[1].steps
 
 
@@ -235,10 +232,10 @@ def test_what_the_first_step_says_of_the_mismatch():
     tokens = Ragged.from_rows([torch.tensor([0, 1, 2])])
     role, versions = Table(100), tokens.with_values(torch.tensor([5, 3, 4], dtype=torch.int32))
     mask = tokens.with_values(torch.tensor([True, True, False]))
-    current().collect(lambda part: [part])
+    reported()
     policy_update(role, tokens, tokens, tokens.with_values(torch.tensor(rollout, dtype=torch.float64)), torch.ones(1),
                   torch.zeros(1), mask, versions=versions, epochs=3)
-    seen = current().collect(lambda part: [part])
+    seen = reported()
     total = math.log(sum(math.exp(x) for x in LOGITS))
     differences = [LOGITS[i] - total - rollout[i] for i in range(2)]
     weights = [math.exp(d) for d in differences]
@@ -257,7 +254,7 @@ OWN = st.sampled_from([("own_losses:clipped", {"clip": 0.3}, {"loss": "ppo", "cl
                         {"loss": "gspo", "clip": 0.1, "clip_high": 0.2})])
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(rows=any_rows(), own=OWN, aggregate=AGGREGATES, more=MORE, rows_at_once=st.integers(1, 4),
        mini_batches=st.integers(1, 3))
 def test_a_shipped_loss_written_by_a_user_is_that_loss(rows, own, aggregate, more, rows_at_once, mini_batches):

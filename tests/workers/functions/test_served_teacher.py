@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from servers import serving
+from reported import reported
+from servers import ModelServer, serving
 
 from distflow.config.load import load
 from distflow.data.batch import Ragged
@@ -22,43 +21,22 @@ from workers.functions.served_teacher import _place, served_top_logprobs
 WORDS = "abcdefghij"  # token 3 is `d`
 
 
-class Server(ThreadingHTTPServer):
+class Teacher:
     """Finds the token that is one above the last most probable; a prompt with token 9 is answered badly."""
 
-    daemon_threads = True
-
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.requests: list[tuple[str, str | None, dict]] = []
-        self.words, self.failures = WORDS, 0
+        self.server, self.words, self.failures = ModelServer(self.answer), WORDS, 0
 
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append((self.path, self.headers["Authorization"], body))
+    def answer(self, body: dict) -> tuple[int, dict]:
         tokens = body["prompt"]
-        if 9 in tokens or len(self.server.requests) <= self.server.failures:
-            self.send_response(400 if 9 in tokens else 503)
-            self.send_header("Content-Length", "0")
-            self.send_header("Retry-After", "0")
-            self.end_headers()
-            return
+        if 9 in tokens or len(self.server.requests) <= self.failures:
+            return 400 if 9 in tokens else 503, {}
         places: list[dict | None] = [None]
         for last, token in zip(tokens, tokens[1:]):
             found = {**dict(best(last, body["prompt_logprobs"])), token: chance(last, token)}
-            places.append({str(each): {"logprob": logprob, "decoded_token": self.server.words[each]}
+            places.append({str(each): {"logprob": logprob, "decoded_token": self.words[each]}
                            for each, logprob in found.items()})
-        data = json.dumps({"choices": [{"text": "x", "prompt_logprobs": places}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
+        return 200, {"choices": [{"text": "x", "prompt_logprobs": places}]}
 
 
 def chance(last: int, token: int) -> float:
@@ -71,25 +49,25 @@ def best(last: int, count: int) -> list[tuple[int, float]]:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    with serving(Server()) as made:
+def teacher() -> Iterator[Teacher]:
+    made = Teacher()
+    with serving(made.server):
         yield made
 
 
-def ask(server: Server, responses: list[list[int]], **settings):
+def ask(teacher: Teacher, responses: list[list[int]], **settings):
     column = Ragged.from_rows([torch.tensor(row, dtype=torch.int64) for row in responses])
     prompts = Ragged.from_rows([torch.tensor([0, 1]) for _ in responses])
     texts = [" ".join(WORDS[token] for token in row) for row in responses]
-    address = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    return served_top_logprobs(prompts, column, texts, torch.arange(len(responses)), address=address, model="big",
-                               **{"k": 3, **settings})
+    return served_top_logprobs(prompts, column, texts, torch.arange(len(responses)), model="big",
+                               **{"address": teacher.server.address, "k": 3, **settings})
 
 
-def test_what_it_is_asked_and_what_is_read(server, monkeypatch):
+def test_what_it_is_asked_and_what_is_read(teacher, monkeypatch):
     monkeypatch.setenv("TEACHER_KEY", "secret")
-    server.failures = 1
-    tokens, logprobs, keep = ask(server, [[2, 7], [5]], key_variable="TEACHER_KEY", concurrency=1)
-    path, key, body = server.requests[1]
+    teacher.failures = 1
+    tokens, logprobs, keep = ask(teacher, [[2, 7], [5]], key_variable="TEACHER_KEY", concurrency=1)
+    path, key, body = teacher.server.requests[1]
     assert (path, key) == ("/v1/completions", "Bearer secret")
     assert body == {"model": "big", "prompt": [0, 1, 2, 7], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 3}
     assert keep.tolist() == [True, True]
@@ -97,8 +75,8 @@ def test_what_it_is_asked_and_what_is_read(server, monkeypatch):
     expected = [best(1, 3), best(2, 3), best(1, 3)]
     assert tokens.values[:, 0].tolist() == [[token for token, _ in place] for place in expected]
     assert torch.allclose(logprobs.values[:, 0], torch.tensor([[value for _, value in place] for place in expected]))
-    again = ask(server, [[4]], k=3)
-    two, *_ = ask(server, [[4]], top_tokens=again[0], top_logprobs=again[1])
+    again = ask(teacher, [[4]], k=3)
+    two, *_ = ask(teacher, [[4]], top_tokens=again[0], top_logprobs=again[1])
     assert two.values.shape == (1, 2, 3)
 
 
@@ -108,38 +86,38 @@ def test_a_token_without_probability_is_not_among_the_most_probable():
     assert _place(2, given, 4) == ([7, 2, 4, 0], [-0.5, -1.0, -math.inf, -math.inf], "c")
 
 
-def test_a_row_without_an_answer_leaves_the_step_and_the_run_ends_if_none_has_one(server, monkeypatch):
-    current().collect(lambda part: [part])
-    tokens, logprobs, keep = ask(server, [[2, 9], [5]])
+def test_a_row_without_an_answer_leaves_the_step_and_the_run_ends_if_none_has_one(teacher, monkeypatch):
+    reported()
+    tokens, logprobs, keep = ask(teacher, [[2, 9], [5]])
     assert keep.tolist() == [False, True]
     assert (logprobs.values[:2] == -torch.inf).all()
     assert tokens.values.shape == (3, 1, 3)
-    assert current().collect(lambda part: [part])["distillation/failed"] == 1
+    assert reported()["distillation/failed"] == 1
     monkeypatch.setattr(current(), "step", 1)
     with pytest.raises(RewardsFailed, match="no row of 1 steps in a row has an answer.*answers 400"):
-        ask(server, [[9], [9, 9]], patience=1)
+        ask(teacher, [[9], [9, 9]], patience=1)
 
 
-def test_requests_are_kept_and_counted(server, tmp_path):
+def test_requests_are_kept_and_counted(teacher, tmp_path):
     settings = {"cache": str(tmp_path / "calls.sqlite"), "max_calls": 2}
-    first = ask(server, [[2, 7], [5]], **settings)
+    first = ask(teacher, [[2, 7], [5]], **settings)
     with ThreadPoolExecutor(1) as threads:  # semi_sync makes one in each step
-        second = threads.submit(ask, server, [[2, 7], [5]], **settings).result()
+        second = threads.submit(ask, teacher, [[2, 7], [5]], **settings).result()
     assert torch.equal(first[1].values, second[1].values)
-    assert len(server.requests) == 2
+    assert len(teacher.server.requests) == 2
     with pytest.raises(InvalidInput, match="the 2 calls that `max_calls` allows are spent"):
-        ask(server, [[3]], **settings)
+        ask(teacher, [[3]], **settings)
 
 
-def test_another_tokenizer_is_refused(server):
-    server.words = ["a", "b", "<begin>c", *WORDS[3:]]
-    assert ask(server, [[2, 7], [5]])[2].all()  # the student leaves special tokens out
-    server.words = [""] * 10
+def test_another_tokenizer_is_refused(teacher):
+    teacher.words = ["a", "b", "<begin>c", *WORDS[3:]]
+    assert ask(teacher, [[2, 7], [5]])[2].all()  # the student leaves special tokens out
+    teacher.words = [""] * 10
     with pytest.raises(InvalidInput, match="another tokenizer"):
-        ask(server, [[2, 7]])
-    server.words = "xyzuvwkmlo"
+        ask(teacher, [[2, 7]])
+    teacher.words = "xyzuvwkmlo"
     with pytest.raises(InvalidInput, match="has another tokenizer than the student.*'zm' where the student wrote 'ch'"):
-        ask(server, [[2, 7], [5]])
+        ask(teacher, [[2, 7], [5]])
 
 
 DAG = """

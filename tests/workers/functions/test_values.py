@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from columns import random_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
+from reported import reported
+from training import Learner
 
-from distflow.config.run import RoleRun
 from distflow.data.batch import Ragged
+from distflow.data.exchange import gather
 from distflow.telemetry.metrics import current
-from workers.engines.embedded import build_model
-from workers.engines.fsdp import FSDPEngine
-from workers.engines.value import with_value_head
-from workers.functions.values import clipped_value_loss, gae, model_score, value_update, values
+from workers.functions.values import clipped_value_loss, gae, value_update, values
 
 numbers = st.floats(-5, 5, width=64)
 
@@ -75,12 +75,6 @@ def test_the_reward_stands_at_the_last_token_and_each_token_pays_for_its_kl(gamm
     assert advantages.lengths.tolist() == [3, 0, 1]
 
 
-def test_a_perfect_critic_leaves_no_advantage():
-    advantages, returns = gae(torch.tensor([2.0, 0.0, 1.0]), ragged([[2.0, 2.0, 2.0], [], [1.0]]), ragged(POLICY))
-    assert advantages.values.tolist() == pytest.approx([0.0] * 4, abs=1e-6)
-    assert returns.values.tolist() == pytest.approx([2.0, 2.0, 2.0, 1.0], abs=1e-6)
-
-
 def test_masked_tokens_are_no_steps_and_pay_nothing():
     """The middle token is a tool's: the rest is what the row would be without it."""
     mask = ragged([[True, False, True], [], [False]], torch.bool)
@@ -91,37 +85,11 @@ def test_masked_tokens_are_no_steps_and_pay_nothing():
     assert returns.values.tolist() == pytest.approx([first + 0.1, 0.0, last + 0.7, 0.0], abs=1e-6)
 
 
-class Critic:
-    """A role without its surroundings: the engine alone, and a sum over ranks."""
-
-    def __init__(self, mesh, **settings):
-        model = with_value_head(build_model(270, 0, layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32))
-        self.engine = FSDPEngine(model, RoleRun(learning_rate=1e-2, **settings), mesh, 0, 10, True, head="value")
-
-    def total(self, numbers):
-        dist.all_reduce(numbers)
-        return numbers
-
-    def update(self, batch, loss_of, temperature=None, **options):
-        return self.engine.update(batch, loss_of, 1.0, 0, **options)
-
-    def values(self, prompts, responses):
-        return self.engine.values(prompts, responses)
-
-    def score(self, prompts, responses):
-        return self.engine.scores(prompts, responses)
-
-
 def columns(first: int, last: int) -> dict:
     """Rows `first` to `last` of seven, one of them without tokens; the third is masked, with a return that is no
     number."""
-    generator = torch.Generator().manual_seed(0)
-
-    def tokens(lengths):
-        return Ragged.from_rows([torch.randint(5, 260, (length,), generator=generator) for length in lengths])
-
     group = torch.tensor([0, 0, 1, 1, 1, 2, 2])
-    prompts, responses = tokens([6, 3, 8]).select(group), tokens([4, 0, 2, 5, 3, 1, 7])
+    prompts, responses = random_rows(6, 3, 8).select(group), random_rows(4, 0, 2, 5, 3, 1, 7, seed=1)
     mask = responses.with_values(responses.row_of != 2)
     returns = torch.where(mask.values, torch.linspace(-1, 1, 22), torch.nan)
     ragged = {"prompts": prompts, "responses": responses, "values": responses.with_values(torch.zeros(22)),
@@ -131,20 +99,13 @@ def columns(first: int, last: int) -> dict:
 
 def after_updates(cut: int, settings: dict, options: dict) -> tuple[dict[str, float], list[float]]:
     """The metrics of two updates, and the critic's values after them; the first rank has the rows up to `cut`."""
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    critic = Critic(mesh, **settings)
+    critic = Learner("value", **settings)
     rows = columns(0, cut) if dist.get_rank() == 0 else columns(cut, 7)
-    current().collect(lambda part: [part])
+    reported()
     for _ in range(2):
         value_update(critic, **rows, **options)
-    found = current().collect(_everyones)
+    found = current().collect(gather)
     return found, values(critic, rows["prompts"], rows["responses"]).values.tolist()
-
-
-def _everyones(part: bytes) -> list[bytes]:
-    from distflow.data.exchange import gather
-
-    return gather(part)
 
 
 @pytest.mark.parametrize("options", [{"clip": None}, {"clip": 0.05, "aggregate": "seq_mean_token_mean", "epochs": 2},
@@ -162,13 +123,13 @@ def test_an_update_does_not_depend_on_ranks_or_micro_batches(options):
 
 
 def test_values_approach_the_returns_and_say_how_well(mesh):
-    critic, rows = Critic(mesh), columns(3, 7)
+    critic, rows = Learner("value"), columns(3, 7)
     explained = []
     for _ in range(30):
         estimates = values(critic, rows["prompts"], rows["responses"])
-        current().collect(lambda part: [part])
+        reported()
         value_update(critic, **{**rows, "values": estimates}, clip=None)
-        explained.append(current().collect(lambda part: [part])["value/explained"])
+        explained.append(reported()["value/explained"])
     returns, errors = rows["returns"].values.double(), (rows["returns"].values - estimates.values).double()
     by_definition = 1 - float(errors.var(unbiased=False) / returns.var(unbiased=False))
     assert explained[-1] == pytest.approx(by_definition, abs=1e-6)
@@ -177,16 +138,6 @@ def test_values_approach_the_returns_and_say_how_well(mesh):
 
 
 def test_no_rows_anywhere_are_no_step(mesh):
-    critic, rows = Critic(mesh), columns(0, 0)
+    critic, rows = Learner("value"), columns(0, 0)
     value_update(critic, **rows)
     assert critic.engine.version == 0
-
-
-def test_a_reward_model_gives_each_row_one_number(mesh):
-    critic, rows = Critic(mesh), columns(0, 7)
-    with torch.no_grad():
-        dict(critic.engine.shards())["score.weight"].fill_(0.1)
-    rewards = model_score(critic, rows["prompts"], rows["responses"])
-    assert rewards.shape == (7,)
-    assert current().collect(lambda part: [part])["reward/mean"] == pytest.approx(rewards.mean().item(), abs=1e-6)
-    assert len(set(rewards.tolist())) == 7
