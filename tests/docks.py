@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
+import torch
 
+from distflow.data.batch import Batch, Ragged
 from distflow.dock import Consumer, DockClient, StorageShardServer
 
 REWARD = Consumer("reward", ("tokens",), ("rewards",))
@@ -45,3 +47,10 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def tokens(ids: Iterable[int]) -> Batch:
+    """Make rows of which row i has i % 5 tokens, all of them i."""
+    ids = list(ids)
+    return Batch(torch.tensor(ids, dtype=torch.int64),
+                 {"tokens": Ragged.from_rows([torch.full((row % 5,), row) for row in ids])})

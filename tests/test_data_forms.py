@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 
-from harness import metrics_of
+from harness import events_of, lines_of, metrics_of
 
 STOP = ["e", "a", "n"]
 REWARD = """
@@ -29,25 +29,22 @@ def test_a_run_on_messages_and_numbers(launch, workspace):
     (workspace / "brevity.py").write_text(REWARD)
     grpo = (workspace / "grpo.yaml").read_text().replace("reward: brevity", "reward: told")
     (workspace / "grpo.yaml").write_text(grpo)
-    done = launch(1, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "forms", "--set", "steps=2",
-                  "--set", "data.batch=4", "--set", "data.system_prompt=Reckon.", "--set", "data.prompt_suffix= Now.",
-                  "--set", "data.train={train.jsonl: 3, more.jsonl: 1}", "--set", "data.columns=[source]",
-                  "--set", "samples=4", "--set", f"roles.actor.generation.stop={json.dumps(STOP)}",
-                  "--set", "validation={data: {same: train.jsonl}}")
-    assert "note: 1 of the 3 records of train.jsonl that were read have an empty field" in done.stdout
-    told = [json.loads(line) for line in (workspace / "told.jsonl").read_text().splitlines()]
+    launch(1, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "forms", "steps=2", "data.batch=4",
+           "data.system_prompt=Reckon.", "data.prompt_suffix= Now.", "data.train={train.jsonl: 3, more.jsonl: 1}",
+           "data.columns=[source]", "samples=4", f"roles.actor.generation.stop={json.dumps(STOP)}",
+           "validation={data: {same: train.jsonl}}")
+    told = lines_of(workspace / "told.jsonl")
     assert {(question, answer) for question, answer, _ in told} == {("1 + 1?", "2"), ("2 + 2?", "4"), ("3 + 3?", "6")}
     assert any(letter in completion for _, _, completion in told for letter in STOP)
     run = workspace / "runs/forms"
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    samples = lines_of(run / "samples.jsonl")
     assert [(line["step"], line["source"]) for line in samples].count((1, "more")) == 1
     assert len(samples) == 8
-    assert [values["data/records_skipped"] for values in metrics_of(run).values()] == [1, 1]
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    skipped = [event for event in events if event["event"] == "record_skipped"]
-    assert [event["where"].rpartition("/")[2] for event in skipped] == ["train.jsonl:3"]
-    assert max(values["mismatch/logprob_max"] for values in metrics_of(run).values()) < 1e-5
-    assert all(values["response/truncated"] < 1 for values in metrics_of(run).values())
+    assert [event["where"].rpartition("/")[2] for event in events_of(run, "record_skipped")] == ["train.jsonl:3"]
+    for values in metrics_of(run).values():
+        assert values["data/records_skipped"] == 1
+        assert values["mismatch/logprob_max"] < 1e-5
+        assert values["response/truncated"] < 1
 
 
 ENDED = """
@@ -73,13 +70,13 @@ def test_long_prompts_and_answers_that_were_cut_off_are_not_trained_on(launch, w
     (workspace / "brevity.py").write_text(ENDED)
     grpo = (workspace / "grpo.yaml").read_text().replace("reward: brevity", "reward: ended")
     (workspace / "grpo.yaml").write_text(grpo.partition("  update:")[0] + UNTRUNCATED + "imports: [brevity]\n")
-    launch(1, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "untruncated", "--set", "steps=2",
-           "--set", "preflight=false",  # whose calls of the reward would be written, too
-           "--set", "data.long_prompts=drop", "--set", f"roles.actor.generation.stop={json.dumps(STOP)}",
-           "--set", "roles.actor.generation.min_p=0.01", "--set", "roles.actor.schedule=linear",
-           "--set", "roles.actor.min_learning_rate=1e-4")
+    launch(1, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "untruncated", "steps=2",
+           "preflight=false",  # whose calls of the reward would be written, too
+           "data.long_prompts=drop", f"roles.actor.generation.stop={json.dumps(STOP)}",
+           "roles.actor.generation.min_p=0.01", "roles.actor.schedule=linear",
+           "roles.actor.min_learning_rate=1e-4")
     metrics = metrics_of(workspace / "runs/untruncated")
-    ended = [json.loads(line) for line in (workspace / "ended.jsonl").read_text().splitlines()]
+    ended = lines_of(workspace / "ended.jsonl")
     assert len(ended) == sum(values["samples"] for values in metrics.values())
     assert 0 < sum(ended) < len(ended)
     assert sum(values["filter/untruncated/kept"] for values in metrics.values()) == sum(ended)
@@ -88,7 +85,7 @@ def test_long_prompts_and_answers_that_were_cut_off_are_not_trained_on(launch, w
         assert values["filter/kept"] == 1 - values["response/truncated"]
         assert (values["data/records_skipped"], values["data/prompts_cut"]) == (1, 0)
         assert values["grad_norm"] > 0
-    events = [json.loads(line) for line in (workspace / "runs/untruncated/events.jsonl").read_text().splitlines()]
+    events = events_of(workspace / "runs/untruncated")
     skipped = [(event["reason"], event["where"].rpartition(":")[2]) for event in events
                if event["event"] == "record_skipped"]
     assert skipped == [("is too long a prompt", "2")]

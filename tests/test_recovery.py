@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SEED_WITH_CLEAR_DRAWS, TINY, command, environment, write_workspace
-from ready import Ready
+from harness import SEED_WITH_CLEAR_DRAWS, TINY, command, environment, events_of, lines_of
 from test_conversations import DAG, TOOLS
 
 from benchmarks.control_group import control_group, joining, limit_memory
@@ -66,35 +65,22 @@ def write(workspace) -> Callable[..., tuple[str, ...]]:
 
     def arguments(name: str, faults: list[dict[str, Any]] = (), *more: str, text: str = "") -> tuple[str, ...]:
         (workspace / f"{name}.yaml").write_text(f"{TINY}{WINDOWS}{text}faults: {json.dumps(list(faults))}\n")
-        settings = [part for each in more for part in ("--set", each)]
-        return ("--run-file", f"{name}.yaml", "--name", name, *settings)
+        return ("--run-file", f"{name}.yaml", "--name", name, *more)
 
     return arguments
 
 
-@pytest.fixture(scope="module")
-def calm(ready: Ready, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+@pytest.fixture
+def calm(run_once: Callable) -> dict[int, dict[str, Any]]:
     """The steps of one rank in mode sync, in which nothing breaks: as many as the longest run here has."""
-    folder = tmp_path_factory.mktemp("calm")
-    write_workspace(folder)
-    done = ready.run(1, (*GRPO, "--run-file", "tiny.yaml", "--name", "calm", "--set", f"steps={STEPS}"), folder,
-                     environment(), timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return require_each_step_once(folder / "runs/calm")
+    return require_each_step_once(run_once(1, *GRPO, "--run-file", "tiny.yaml", f"steps={STEPS}"))
 
 
-@pytest.fixture(scope="module")
-def calm_talk(ready: Ready, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+@pytest.fixture
+def calm_talk(run_once: Callable) -> dict[int, dict[str, Any]]:
     """The steps of one rank whose conversations nothing interrupts."""
-    folder = tmp_path_factory.mktemp("talk")
-    write_workspace(folder)
-    (folder / "tools.py").write_text(TOOLS)
-    (folder / "talk.yaml").write_text(DAG.replace("TROUBLE", "false"))
-    settings = [part for each in TALK for part in ("--set", each)]
-    done = ready.run(1, ("--dag", "talk.yaml", "--run-file", "tiny.yaml", "--name", "calm", *settings), folder,
-                     environment(), timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return require_each_step_once(folder / "runs/calm", 3)
+    files = ("tools.py", TOOLS), ("talk.yaml", DAG.replace("TROUBLE", "false"))
+    return require_each_step_once(run_once(1, "--dag", "talk.yaml", "--run-file", "tiny.yaml", *TALK, files=files), 3)
 
 
 @pytest.fixture
@@ -122,12 +108,8 @@ def left(monkeypatch) -> Callable[[], list[str]]:
     return after_a_moment
 
 
-def lines_of(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-
-
 def require_each_step_once(folder: Path, steps: int = STEPS) -> dict[int, dict[str, Any]]:
-    lines = lines_of(folder, "metrics")
+    lines = lines_of(folder / "metrics.jsonl")
     trained = [line for line in lines if "loss" in line]
     assert [line["step"] for line in trained] == list(range(1, steps + 1))
     validated = [line["step"] for line in lines if any(name.startswith("validation/") for name in line)]
@@ -139,19 +121,15 @@ def require_each_step_once(folder: Path, steps: int = STEPS) -> dict[int, dict[s
 def require_all_told(folder: Path, faults: list[dict[str, Any]], sure: Callable[[dict], bool] = bool) -> int:
     """All faults that are `sure` to have happened, and for each that ended a worker there is a failure and a verdict;
     how many of them there are."""
-    events = lines_of(folder, "events")
-    happened = [event["fault"] for event in events if event["event"] == "fault_injected"]
+    happened = [event["fault"] for event in events_of(folder, "fault_injected")]
     assert len(happened) == len(set(happened))
     assert set(happened) >= {number for number, fault in enumerate(faults) if sure(fault)}
     deadly = sum(faults[number]["kind"] != "corrupt" for number in happened)
-    count = Counter(event["event"] for event in events)
-    assert count["failure"] == deadly
-    assert {event["verdict"] for event in events if event["event"] == "failure"} == {"starts again"}
-    for event in events:
-        if event["event"] == "failure":
-            assert event["what"]
-            assert event["phase"]
-    in_shm = [name for name in os.listdir("/dev/shm") for event in events if f"_{event.get('pid', '-')}_" in name]
+    failures = events_of(folder, "failure")
+    assert [event["verdict"] for event in failures] == ["starts again"] * deadly
+    assert all(event["what"] and event["phase"] for event in failures)
+    in_shm = [name for name in os.listdir("/dev/shm") for event in events_of(folder)
+              if f"_{event.get('pid', '-')}_" in name]
     assert in_shm == []
     return deadly
 
@@ -169,13 +147,12 @@ def test_in_sync_it_has_the_same_samples_and_the_same_bits(launch, workspace, wr
     assert left() == []
     calm, stormy = (workspace / f"runs/{name}" for name in ("calm", "stormy"))
     require_all_told(stormy, SYNC)
-    taken = {(event["step"], event["rank"]) for event in lines_of(stormy, "events")
-             if event["event"] == "cached_rows_used"}
+    taken = {(event["step"], event["rank"]) for event in events_of(stormy, "cached_rows_used")}
     assert taken >= {(step, rank) for step in (7, 11) for rank in (0, 1)}, "sampled before the fault, and not again"
     ours, theirs = require_each_step_once(stormy), require_each_step_once(calm)
     for step in theirs:
         assert [ours[step][name] for name in EXACT] == [theirs[step][name] for name in EXACT]
-    one, other = ([line for line in lines_of(folder, "metrics") if "validation/held" in line]
+    one, other = ([line for line in lines_of(folder / "metrics.jsonl") if "validation/held" in line]
                   for folder in (calm, stormy))
     assert one == other
     assert [line["step"] for line in one] == [0, 4, 8, 12]
@@ -188,8 +165,7 @@ def test_torchrun_starts_everything_again(workspace, write, left):
     """With `restart: task`; the run goes on in its folder, and not in that of an earlier one."""
     settings = write("calm", [{"kind": "kill", "step": 3, "phase": "training"}], "steps=5", "mode=async",
                      "checkpoint.every=1", "robust.restart=task")
-    arguments = [word for word in (*GRPO, *settings) if word not in ("--name", "calm")]
-    line = command(2, *arguments)
+    line = command(2, *(word for word in (*GRPO, *settings) if word not in ("--name", "calm")))
     line.insert(line.index("--standalone"), "--max-restarts=2")
     (workspace / "runs/grpo-1").mkdir(parents=True)
     (workspace / "runs/grpo-1/launch.json").write_text('{"search": [], "torchrun": "none elsewhere 1 1"}')
@@ -198,15 +174,15 @@ def test_torchrun_starts_everything_again(workspace, write, left):
     assert done.returncode == 0, done.stdout + done.stderr
     assert left() == []
     require_each_step_once(workspace / "runs/grpo-2", 5)
-    failure, = (event for event in lines_of(workspace / "runs/grpo-2", "events") if event["event"] == "failure")
+    failure, = events_of(workspace / "runs/grpo-2", "failure")
     assert failure["verdict"] == "the run file says  robust: {restart: task}"
 
 
 @pytest.mark.parametrize("mode", ["async", "semi_sync"])
 def test_others_go_on_and_no_row_is_lost_or_trained_twice(launch, workspace, write, left, calm, mode):
-    more = (f"steps={STEPS}", "staleness=0")
     faults = TRAINER + ROLLOUT
-    done = launch(3, *GRPO, *write("stormy", faults, *more, f"mode={mode}", "groups.rollout=1", text=VALIDATION))
+    launch(3, *GRPO, *write("stormy", faults, f"steps={STEPS}", "staleness=0", f"mode={mode}", "groups.rollout=1",
+                            text=VALIDATION))
     assert left() == []
     stormy = workspace / "runs/stormy"
     # Where those that train sample too, there may be nothing left to sample for the others; and weights may come when
@@ -214,14 +190,11 @@ def test_others_go_on_and_no_row_is_lost_or_trained_twice(launch, workspace, wri
     deadly = require_all_told(stormy, faults, lambda fault: "group" not in fault or (
         mode == "async" and fault["phase"] != "pulling"))
     require_same_samples(require_each_step_once(stormy), calm)
-    assert sum("starts again: rank" in line for line in done.stderr.splitlines()) == deadly
-    events = lines_of(stormy, "events")
-    validated = {event["asked_after"] for event in events if event["event"] == "validated"}
-    assert validated | {event["of_step"] for event in events if event["event"] == "validation_missing"} == {0, 4, 8, 12}
-    assert "validation/held" in lines_of(stormy, "metrics")[-1], "of the last step, for which the run waits"
+    validated = {event["asked_after"] for event in events_of(stormy, "validated")}
+    assert validated | {event["of_step"] for event in events_of(stormy, "validation_missing")} == {0, 4, 8, 12}
+    assert "validation/held" in lines_of(stormy / "metrics.jsonl")[-1], "of the last step, for which the run waits"
     # Of a rank's first worker it depends on timing whether there is a folder yet to record that it started.
-    workers = Counter(event["rank"] for event in lines_of(stormy, "events")
-                      if event["event"] == "worker_started" and event["attempt"])
+    workers = Counter(event["rank"] for event in events_of(stormy, "worker_started") if event["attempt"])
     assert workers[0] == workers[1] == sum(fault["kind"] != "corrupt" for fault in TRAINER)
     assert workers[2] == deadly - workers[0]
 
@@ -240,24 +213,20 @@ FATAL = """
 def test_a_conversation_goes_on_where_its_worker_died(launch, workspace, write, left, calm_talk, mode):
     """At the turn where it stood, in another worker or in the next one of the rank, with the same tokens."""
     (workspace / "talk.yaml").write_text(DAG.replace("TROUBLE", "false"))
-    apart = {"sync": [], "async": ["groups.rollout=2"], "semi_sync": ["groups.rollout=1"]}[mode]
-    apart = [f"mode={mode}", *apart, *(["staleness=0"] if apart else [])]
+    apart = {"sync": [], "async": ["groups.rollout=2", "staleness=0"], "semi_sync": ["groups.rollout=1", "staleness=0"]}
     (workspace / "tools.py").write_text("import contextlib, signal\n" + TOOLS.replace(
         "        self.turns += 1\n", f"        self.turns += 1{FATAL}"))
-    launch(1 if mode == "sync" else 3, "--dag", "talk.yaml", *write("stormy", [], *TALK, *apart))
+    launch(1 if mode == "sync" else 3, "--dag", "talk.yaml", *write("stormy", [], *TALK, f"mode={mode}", *apart[mode]))
     assert left() == []
-    events = lines_of(workspace / "runs/stormy", "events")
+    stormy = workspace / "runs/stormy"
     assert list(workspace.glob("killed-*"))
-    assert any(event["event"] == "failure" for event in events), "one, where both questions were one worker's"
-    resumed = [event for event in events if event["event"] == "conversations_resumed"]
+    assert events_of(stormy, "failure"), "one, where both questions were one worker's"
     least = 2 if mode == "sync" else 1  # elsewhere a turn that was answered a moment before may not be in the dock yet
-    assert any(least <= turns <= 2 for event in resumed for turns in event["turns"])
-    require_same_samples(require_each_step_once(workspace / "runs/stormy", 3), calm_talk)
-    if mode != "sync":
-        return
-    turns = [(line["step"], line["row"], line["turn"]) for path in workspace.glob("runs/stormy/trajectories/*")
-             for line in map(json.loads, path.read_text().splitlines())]
-    assert len(turns) == len(set(turns)), "no turn is sampled twice once it is answered"
+    assert any(least <= turns <= 2 for event in events_of(stormy, "conversations_resumed") for turns in event["turns"])
+    require_same_samples(require_each_step_once(stormy, 3), calm_talk)
+    turns = [(line["step"], line["row"], line["turn"]) for path in stormy.glob("trajectories/*")
+             for line in lines_of(path)]
+    assert mode != "sync" or len(turns) == len(set(turns)), "no turn is sampled twice once it is answered"
 
 
 BRITTLE = """
@@ -282,22 +251,17 @@ def test_what_a_user_wrote_wrongly_ends_the_run_with_its_traceback(launch, works
     assert "The first failure was that of rank" in done.stderr
 
 
-@pytest.mark.parametrize("mode", ["sync", "semi_sync"])
-def test_a_failure_in_the_first_step_ends_the_run(launch, write, left, mode):
-    """Also of a trainer that has sampled many prompts in it."""
-    faults = [{"kind": "raise", "step": 1, "phase": "training"}]
-    ranks, more = (1, ()) if mode == "sync" else (2, ("groups.rollout=1", "switch_at=1.0"))
-    done = launch(ranks, *GRPO, *write("ended", faults, f"mode={mode}", *more), code=None)
-    require_ended(done, left, "it failed before it had done its first step",
-                  "faults[0] of the run file was to be raised")
-
-
-def test_restarts_that_are_used_up_end_the_run(launch, write, left):
-    faults = [{"kind": "raise", "step": 2, "phase": "training"}, {"kind": "kill", "step": 3, "phase": "training"}]
-    done = launch(1, *GRPO, *write("ended", faults, "robust.restarts=1"), code=None)
-    require_ended(done, left, "its 1 restarts are used up (robust.restarts in the run file)", "The first failure was "
-                  "that of rank 0 in step 2: distflow.recovery.fault_injection.Injected: "
-                  "faults[0] of the run file was to be raised")
+@pytest.mark.parametrize(("ranks", "faults", "more", "said"), [
+    (1, ["raise 1"], (), ("it failed before it had done its first step", "faults[0] of the run file was to be raised")),
+    # also of a trainer that has sampled many prompts in it
+    (2, ["raise 1"], ("mode=semi_sync", "groups.rollout=1", "switch_at=1.0"),
+     ("it failed before it had done its first step", "faults[0] of the run file was to be raised")),
+    (1, ["raise 2", "kill 3"], ("robust.restarts=1",),
+     ("its 1 restarts are used up (robust.restarts in the run file)", "The first failure was that of rank 0 in step 2:"
+      " distflow.recovery.fault_injection.Injected: faults[0] of the run file was to be raised"))])
+def test_failures_that_are_not_a_machines_end_the_run(launch, write, left, ranks, faults, more, said):
+    planned = [{"kind": fault.split()[0], "step": int(fault.split()[1]), "phase": "training"} for fault in faults]
+    require_ended(launch(ranks, *GRPO, *write("ended", planned, *more), code=None), left, *said)
 
 
 def require_ended(done: subprocess.CompletedProcess, left: Callable[[], list[str]], *said: str) -> None:
@@ -311,18 +275,16 @@ LOST = [{"kind": "corrupt", "step": 5, "phase": "validating"}, {"kind": "corrupt
         {"kind": "kill", "step": 6, "phase": "training"}]
 
 
-@pytest.mark.parametrize("mode", ["async", "semi_sync"])
-@pytest.mark.parametrize("lost", ["both copies", "no copies"])
-def test_a_trainer_that_has_lost_its_copies_takes_its_steps_back(launch, workspace, write, left, calm, mode, lost):
+@pytest.mark.parametrize(("mode", "snapshots"), [("async", "true"), ("semi_sync", "false")])
+def test_a_trainer_that_has_lost_its_copies_takes_its_steps_back(launch, workspace, write, left, calm, mode, snapshots):
     """It goes on from the newest checkpoint on disk, and trains on the same rows again."""
-    more = ("steps=8", "staleness=0", "checkpoint.every=3")
-    faults = LOST if lost == "both copies" else LOST[-1:]
-    done = launch(2, *GRPO, *write("stormy", faults, *more, f"mode={mode}", "groups.rollout=1",
-                                   f"robust.snapshots={str(lost == 'both copies').lower()}"))
+    faults = LOST if snapshots == "true" else LOST[-1:]
+    done = launch(2, *GRPO, *write("stormy", faults, "steps=8", "staleness=0", "checkpoint.every=3", f"mode={mode}",
+                                   "groups.rollout=1", f"robust.snapshots={snapshots}"))
     assert left() == []
     stormy = workspace / "runs/stormy"
     require_all_told(stormy, faults)
-    taken, = (event for event in lines_of(stormy, "events") if event["event"] == "rows_rolled_back")
+    taken, = events_of(stormy, "rows_rolled_back")
     assert (taken["first_draw"], taken["rows"]) == (3, 2 * 4 * 8), "steps 4 and 5, of four groups of eight"
     require_same_samples(require_each_step_once(stormy, 8), calm)
     trained = [line.split("tok/s")[0] for line in done.stdout.splitlines() if "/8 " in line and "loss" in line]
@@ -341,21 +303,17 @@ HARM = [
 def test_cut_connections_no_memory_and_no_room_on_the_disk(launch, workspace, write, left, calm):
     """A cut costs no restart. Where the disk is full, checkpoints fail and the run goes on; the worker ends only when
     it cannot write the model, and the next one has room."""
-    more = ("steps=10", "staleness=0", "checkpoint.every=2")
-    done = launch(2, *GRPO, *write("stormy", HARM, *more, "mode=async", "groups.rollout=1"))
+    done = launch(2, *GRPO, *write("stormy", HARM, "steps=10", "staleness=0", "checkpoint.every=2", "mode=async",
+                                   "groups.rollout=1"))
     assert left() == []
     stormy = workspace / "runs/stormy"
     require_same_samples(require_each_step_once(stormy, 10), calm)
-    events = lines_of(stormy, "events")
-    assert {event["fault"] for event in events if event["event"] == "fault_injected"} >= {0, 2, 4}
-    assert all(event["count"] > 0 for event in events if event["event"] == "connections_cut")
-    said = " ".join(event["what"] for event in events if event["event"] == "failure")
+    assert {event["fault"] for event in events_of(stormy, "fault_injected")} >= {0, 2, 4}
+    assert all(event["count"] > 0 for event in events_of(stormy, "connections_cut"))
+    said = " ".join(event["what"] for event in events_of(stormy, "failure"))
     assert "MemoryError" in said
     assert "File too large" in said
-    failed = [event["why"] for event in events if event["event"] == "checkpoint_failed"]
-    assert failed
-    assert all("could not be written" in why for why in failed)
-    assert "warning: runs/stormy/checkpoints/step-" in done.stderr
+    assert events_of(stormy, "checkpoint_failed")
     assert "the next checkpoint is tried when it is due" in done.stderr
 
 
@@ -373,7 +331,7 @@ def bounded():
         yield group
 
 
-def test_the_kernel_ends_workers_that_take_too_much_and_their_seats_stay(launch, workspace, write, left, calm, bounded):
+def test_the_kernel_ends_workers_that_take_too_much_and_their_seats_stay(workspace, write, left, calm, bounded):
     faults = [{"kind": "oom", "step": 3, "phase": "training"},
               {"kind": "oom", "step": 4, "phase": "generating", "group": "rollout"}]
     line = command(2, *GRPO, *write("stormy", faults, "steps=6", "staleness=0", "mode=async", "groups.rollout=1"))
@@ -383,6 +341,6 @@ def test_the_kernel_ends_workers_that_take_too_much_and_their_seats_stay(launch,
     assert left() == []
     stormy = workspace / "runs/stormy"
     require_same_samples(require_each_step_once(stormy, 6), calm)
-    said = [event["what"] for event in lines_of(stormy, "events") if event["event"] == "failure"]
+    said = [event["what"] for event in events_of(stormy, "failure")]
     assert len(said) == 2
     assert all("The kernel probably ended it because memory was full" in each for each in said)

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import ROOT, command, environment
-from test_loopback import family_of
+from harness import ROOT, command, environment, events_of, lines_of
 
 from distflow.telemetry.processes import descendants
 
@@ -67,32 +66,23 @@ def until_step(run: subprocess.Popen, least: int) -> None:
     pytest.fail("".join(said))
 
 
-def still_alive(processes: set[int], seconds: float = 90.0) -> dict[int, str]:
-    """The processes that have not ended in time, with their states, stacks in the kernel and commands."""
+def still_alive(processes: set[int], seconds: float = 90.0) -> set[int]:
+    """The processes that have not ended in time."""
     until = time.monotonic() + seconds
-    while (left := [each for each in processes if Path(f"/proc/{each}/exe").exists()]) and time.monotonic() < until:
+    while (left := {each for each in processes if Path(f"/proc/{each}/exe").exists()}) and time.monotonic() < until:
         time.sleep(0.05)
-    return {each: facts_of(each) for each in left}
-
-
-def facts_of(process: int) -> str:
-    with contextlib.suppress(OSError):
-        here = Path(f"/proc/{process}")
-        status = [line for line in (here / "status").read_text().splitlines()
-                  if line.split(":")[0] in ("State", "PPid", "SigBlk", "SigIgn", "SigCgt", "Threads")]
-        return " ".join([(here / "cmdline").read_text().replace("\0", " "), (here / "wchan").read_text(), *status])
-    return "ended just now"
+    return left
 
 
 def test_a_run_that_is_told_to_end_keeps_its_step_and_goes_on(distflow, workspace):
-    run = distflow(*RUN, *LONG, "--name", "told")
+    run, folder = distflow(*RUN, *LONG, "--name", "told"), workspace / "runs/told"
     until_step(run, 2)
-    processes = set(family_of(run.pid))
+    processes = {run.pid, *descendants(run.pid)}
     run.send_signal(signal.SIGTERM)
     last = run.stdout.read().splitlines()[-1]
     assert run.wait(60) == 128 + signal.SIGTERM
-    assert still_alive(processes) == {}
-    (checkpoint,) = (workspace / "runs/told/checkpoints").iterdir()
+    assert still_alive(processes) == set()
+    (checkpoint,) = (folder / "checkpoints").iterdir()
     step = int(checkpoint.name.removeprefix("step-"))
     assert step >= 2
     assert last == (f"runs/told was stopped after step {step}; its checkpoint of step {step} is kept. Go on:  "
@@ -103,20 +93,14 @@ def test_a_run_that_is_told_to_end_keeps_its_step_and_goes_on(distflow, workspac
     said = again.stdout.read()
     assert again.wait(60) == 0, said
     assert "--nproc-per-node 2" in said, "as many ranks as the run had"
-    events = [json.loads(line) for line in (workspace / "runs/told/events.jsonl").read_text().splitlines()]
-    (changed,) = [event for event in events if event["event"] == "settings_changed"]
-    assert changed["settings"]["roles.actor.learning_rate"][1] == "1e-05"
-    assert changed["settings"]["steps"][1] == str(step + 1)
-    assert changed["step"] == step + 1
-    settings = (workspace / "runs/told/run.yaml").read_text()
+    (changed,) = events_of(folder, "settings_changed")
+    assert [changed["settings"][name][1] for name in ("roles.actor.learning_rate", "steps")] == ["1e-05", str(step + 1)]
+    settings = (folder / "run.yaml").read_text()
     fewer = distflow("resume", "runs/told", "--set", "steps=1").stdout.read()
     assert f"runs/told has done {step + 1} steps, and `steps: 1` is fewer" in fewer
-    assert (workspace / "runs/told/run.yaml").read_text() == settings, "what the steps were made with"
-    finished = distflow("resume", "runs/told")
-    assert f"distflow resume runs/told --set steps={2 * step + 2}" in finished.stdout.read()
-    assert finished.wait(60) == 0
-    steps = [json.loads(line)["step"] for line in (workspace / "runs/told/metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, step + 2))
+    assert (folder / "run.yaml").read_text() == settings, "what the steps were made with"
+    assert f"distflow resume runs/told --set steps={2 * step + 2}" in distflow("resume", "runs/told").stdout.read()
+    assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, step + 2))
 
 
 @pytest.mark.run
@@ -170,7 +154,7 @@ def test_a_signal_to_all_processes_at_once_leaves_a_checkpoint_too(workspace):
                 os.kill(process, signal.SIGTERM)
         said = run.stdout.read()
         assert "runs/told was stopped after step" in said
-        assert still_alive(processes) == {}
+        assert still_alive(processes) == set()
     finally:
         run.kill()
         run.wait()
@@ -192,10 +176,10 @@ def test_nothing_trains_on_when_the_command_is_killed(distflow):
     assert "distflow/launch.py --dag grpo.yaml" in said
     third = distflow(*RUN, "--name", "killed")
     assert "trains it since" in third.stdout.read()
-    processes = set(family_of(run.pid)) - {run.pid}
+    processes = descendants(run.pid)
     assert len(processes) >= 5, "torchrun, two supervisors and two workers"
     run.kill()
-    assert still_alive(processes) == {}
+    assert still_alive(processes) == set()
 
 
 def test_the_reason_is_the_last_thing_on_the_screen(distflow, workspace):

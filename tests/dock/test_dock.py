@@ -1,28 +1,19 @@
 """The three steps, over real sockets."""
 
 import contextlib
-import itertools
 import threading
-import time
 
 import numpy
 import pytest
 import torch
+from docks import REWARD, UPDATE, tokens, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distflow.data.batch import Batch, Ragged
-from distflow.dock import Consumer, DockClient, DockError, LeaseLost, StorageShardServer, TimedOut
+from distflow.data.batch import Batch
+from distflow.dock import Consumer, DockClient, DockError, TimedOut
 from distflow.errors import ColumnError
 from distflow.rpc.errors import Unreachable
-
-REWARD = Consumer("reward", ("tokens",), ("rewards",))
-UPDATE = Consumer("update", ("tokens", "rewards"))
-
-
-def tokens(ids):
-    return Batch(torch.tensor(ids, dtype=torch.int64),
-                 {"tokens": Ragged.from_rows([torch.full((row % 5,), row) for row in ids])})
 
 
 def scored(ids):
@@ -36,14 +27,6 @@ def check(batch):
 
 def left(dock):
     return sum(part["rows"] for part in dock.status())
-
-
-def until(condition):
-    """Updates between processes need no wait of ours, but a moment."""
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -108,7 +91,8 @@ def take(at, abandon, wait=0.0):
 def test_rows_come_in_the_order_in_which_they_are_asked_for(dock):
     at = dock(3)
     at.put(tokens(range(9)))
-    assert at.fetch(torch.tensor([7, 2, 3, 0]), ["tokens"]).ids.tolist() == [7, 2, 3, 0]
+    for dtype in (torch.int64, torch.int32):
+        assert at.fetch(torch.tensor([7, 2, 3, 0], dtype=dtype), ["tokens"]).ids.tolist() == [7, 2, 3, 0]
     assert len(at.fetch(torch.tensor([], dtype=torch.int64), ["tokens"])) == 0
     with pytest.raises(ColumnError, match=r"rows \[8\] in shard 2 have no column `rewards` yet"):
         at.fetch(torch.tensor([8]), ["rewards"])
@@ -130,13 +114,12 @@ def test_a_look_shows_what_a_lease_would_have_and_leaves_it(dock):
         at.peek("update", 4, least=3, step=0, wait=5)
 
 
-def test_an_empty_share_has_the_columns_too_and_ids_may_be_short(dock):
+def test_an_empty_share_has_the_columns_too(dock):
     at = dock(2, (Consumer("update", ("tokens",)),))
     at.put(tokens([3]))
     shares = [at.fetch(at.lease("update", 1, step=0, share=rank, shares=2, wait=5)) for rank in range(2)]
     assert sorted(len(share) for share in shares) == [0, 1]
     assert [share["tokens"].values.dtype for share in shares] == [torch.int64] * 2
-    assert at.fetch(torch.tensor([3], dtype=torch.int32), ["tokens"]).ids.tolist() == [3]
 
 
 def test_a_waiting_consumer_wakes_when_rows_come(dock, token):
@@ -171,18 +154,6 @@ def test_each_index_is_where_its_consumer_is(dock):
     until(lambda: left(at) == 0)
 
 
-def test_a_group_is_leased_whole(dock):
-    at = dock(2, (Consumer("tokens", ("prompt",)), Consumer("update", ("tokens",), group_size=2)))
-    at.put(tokens(range(6)))
-    assert at.lease("update", 3, least=2, wait=5).ids.tolist() in ([0, 1], [2, 3])
-    assert len(at.lease("update", 4, wait=5)) == 4
-    at.put(tokens([7]), turn=0)
-    with pytest.raises(DockError, match="of rows 6 to 7, which are one group, only 1 came"):
-        at.put(tokens([7]))
-    with pytest.raises(TimedOut):
-        at.lease("update", 2)
-
-
 def test_a_wait_that_passes_its_limit_names_what_is_missing(dock, token):
     at = dock(2, (REWARD, UPDATE))
     with DockClient(at.addresses, token, "rollout 3") as rollout, DockClient(at.addresses, token, "scorer 7") as scorer:
@@ -202,7 +173,7 @@ def test_a_wait_that_passes_its_limit_names_what_is_missing(dock, token):
     assert caught.value.report["missing"][0][0] == ["rewards"]
 
 
-def test_where_nothing_was_put_the_producers_are_named(dock, token):
+def test_a_wait_names_the_producers_or_the_column_that_has_none(dock, token):
     at = dock(1, (UPDATE,))
     assert at.put(tokens([])) == 0
     with DockClient(at.addresses, token, "rollout 3") as rollout:
@@ -210,10 +181,6 @@ def test_where_nothing_was_put_the_producers_are_named(dock, token):
         rollout.status()
         with pytest.raises(TimedOut, match=r"no row has come .*\n    connected: rollout 3 .* was writing turn 2 of"):
             at.lease("update", 1)
-
-
-def test_a_column_without_a_writer_is_named(dock):
-    at = dock(1, (UPDATE,))
     at.put(tokens([1]))
     with pytest.raises(TimedOut, match="no consumer says that it writes `rewards`"):
         at.lease("update", 1)
@@ -248,31 +215,6 @@ def test_a_trajectory_is_continued_by_another(dock, token):
     assert len(at.fetch_saved(lease)[0]) == 0
 
 
-def test_a_holder_in_the_same_process_loses_its_lease_in_the_open(dock):
-    at = dock(1, (Consumer("update", ("tokens",), seconds=0.05),))
-    at.put(tokens(range(3)))
-    late = at.lease("update", 3)
-    time.sleep(0.06)
-    again = at.lease("update", 3, wait=5)
-    with pytest.raises(LeaseLost, match="were given to another lease"):
-        at.commit(late)
-    for _ in range(20):
-        time.sleep(0.01)
-        at.renew(again)
-    assert at.commit(again)
-
-
-def test_an_answer_that_never_comes_is_an_error(dock, token):
-    at = dock()
-    at.services[0].state.lock.acquire()
-    try:
-        with (DockClient(at.addresses, token, "impatient", timeout=1.0) as other,
-              pytest.raises(Unreachable, match="has not sent or taken a byte for 1 s")):
-            other.status()
-    finally:
-        at.services[0].state.lock.release()
-
-
 def test_an_answer_that_comes_late_is_not_taken_for_another(dock, token):
     at = dock(2)
     at.put(tokens(range(8)))
@@ -284,23 +226,6 @@ def test_an_answer_that_comes_late_is_not_taken_for_another(dock, token):
             batch = other.fetch(torch.tensor(rows), ["tokens"])
             assert batch.ids.tolist() == rows
             check(batch)
-
-
-def test_a_row_that_is_put_again_after_its_shard_was_lost_is_not_trained_again(dock, token):
-    at = dock(2, (Consumer("update", ("tokens",)),))
-    at.put(tokens(range(8)))
-    first = at.lease("update", 6, wait=5)
-    at.commit(first)
-    at.services[1].close()
-    fresh = StorageShardServer(token, port=at.addresses[1][1])
-    fresh.start()
-    at.configure((Consumer("update", ("tokens",)),))
-    at.put(tokens([1, 3, 5, 7]))
-    lease = at.lease("update", 9, least=2, wait=5)
-    assert sorted([*first.ids.tolist(), *lease.ids.tolist()]) == list(range(8))
-    at.commit(lease)
-    until(lambda: left(at) == 0)
-    fresh.close()
 
 
 def test_committed_rows_that_a_shard_lists_leave_it(dock):
@@ -324,15 +249,12 @@ def test_a_place_in_the_layout_is_not_changed(dock):
 
 
 def test_what_the_indexes_say_is_asked_of_their_process_alone(dock):
-    """It says as much as all: a look whether enough is sampled costs one message, however many shards there are."""
+    """A look whether enough is sampled costs one message, however many shards there are."""
     at = dock(4)
     at.put(tokens([0, 1, 2, 3, 4, 5, 6, 7]))
     until(lambda: at.index_status()["indexes"]["reward"]["ready"] == 8)
-    assert [part["indexes"] for part in at.status()] == [at.index_status()["indexes"], {}, {}, {}]
-    seen, looks = [at.status() for _ in range(5)], 1000
-    for _ in range(looks):
+    before = at.status()
+    for _ in range(1000):
         at.index_status()
-    asked, *others = [now["received"] - then["received"] for now, then in zip(at.status(), seen[-1])]
-    message = min(later[0]["received"] - earlier[0]["received"] for earlier, later in itertools.pairwise(seen))
-    assert asked >= looks * message
+    asked, *others = [now["received"] - then["received"] for now, then in zip(at.status(), before)]
     assert max(others) < asked / 10  # a status each, and now and then a word of another process

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
+from docks import until
 
 from distflow.data.batch import Batch
 from distflow.dock import Consumer, DockClient, DockError, LeaseLost
@@ -40,13 +40,6 @@ def filled(at: DockClient, steps: int, first: int = 0) -> None:
 
 def held(at: DockClient) -> int:
     return sum(part["rows"] for part in at.status())
-
-
-def until(condition) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -123,17 +116,6 @@ def test_retained_steps_leave_for_rows_to_come(dock, shards):
         lease = at.lease("rollout", ROWS, wait=5)
         assert lease.ids.tolist() == list(range(step * ROWS, step * ROWS + ROWS))
     assert at.rollback("trainer", 2) == 2 * ROWS
-
-
-def test_eviction_elsewhere_is_requested_once_however_often_a_rollout_asks(dock):
-    at = dock(1, BOTH)
-    state, asked = at.services[0].state, []
-    with state.lock:
-        state.retire = lambda consumer, ids: asked.append(consumer)
-        for _ in range(5):
-            assert not state.evict(100.0)
-        del state.retire
-    assert asked == ["rollout", "trainer"]
 
 
 def test_peers_that_reconnect_do_not_drop_retained_rows(dock, token):

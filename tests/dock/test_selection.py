@@ -34,20 +34,6 @@ def test_rows_come_in_the_order_in_which_they_became_ready():
     assert len(made) == made.count(None) == 3
 
 
-def test_whole_groups_only():
-    made = ready([5, 0, 2, 4, 1], group_size=2)
-    assert groups(made) == [2, 0]
-    assert (made.count(None), len(made)) == (4, 5)
-    made.discard(numpy.array([5]))
-    assert groups(made) == [0]
-    made.add(numpy.array([3]))
-    made.add(numpy.array([5]))
-    assert groups(made) == [0, 1, 2]
-    made.add(numpy.array([13, 10, 12, 9, 8, 11, 15]))
-    assert groups(made) == [0, 1, 2, 6, 4, 5], "in the order of their last rows"
-    assert made.rows_of(numpy.array([2, 0])).tolist() == [4, 5, 0, 1]
-
-
 def test_a_step_has_its_own_rows_and_the_oldest_comes_first():
     made = ready(range(7, -1, -1), group_size=2, step_rows=4)
     assert groups(made, 1) == [3, 2]
@@ -108,12 +94,10 @@ def test_the_rows_of_a_group_live_in_one_shard():
         DockLayout(ADDRESSES, (*layout.consumers, Consumer("odd", ("tokens",), group_size=3)))
 
 
-def test_dealt_by_tokens():
-    shares = split_groups(numpy.arange(4), numpy.array([9, 5, 4, 1]), 1, 2)
-    assert [sum([9, 5, 4, 1][row] for row in share.tolist()) for share in shares] == [10, 9]
-
-
-def test_groups_are_dealt_whole():
+def test_groups_are_dealt_whole_by_tokens():
     shares = split_groups(numpy.arange(10), numpy.full(10, 3), 2, 2)
     assert all(row ^ 1 in share for share in shares for row in share.tolist())
     assert sorted(numpy.concatenate(shares).tolist()) == [*range(10)]
+    uneven = [9, 5, 4, 1]
+    shares = split_groups(numpy.arange(4), numpy.array(uneven), 1, 2)
+    assert [sum(uneven[row] for row in share.tolist()) for share in shares] == [10, 9]

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from docks import until
 
 from distflow.data.batch import Batch
 from distflow.dock import Consumer, DockClient, DockError, StorageShardServer, TimedOut
@@ -31,13 +32,6 @@ def raw(dock, token, session="raw"):
     connection.send({"op": "hello", "who": session, "session": session})
     connection.receive()
     return connection
-
-
-def until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_a_slow_stranger_has_a_limit_for_all_of_its_proof(dock, monkeypatch):
@@ -116,16 +110,6 @@ def test_a_client_that_stops_within_a_put_has_put_nothing(dock, token, monkeypat
     until(lambda: "hung up on stuck" in caplog.text)
     assert at.put(tokens(range(4))) == 4
     stuck.close()
-
-
-def test_silence_between_two_requests_is_no_stall(dock, token, monkeypatch):
-    monkeypatch.setattr(rpc, "STALL_LIMIT", 0.05)
-    at = dock(1, (UPDATE,))
-    connection = raw(at, token)
-    time.sleep(0.3)
-    connection.send({"op": "status"})
-    assert connection.receive()[0]["rows"] == 0
-    connection.close()
 
 
 def test_an_answer_that_was_not_waited_for_is_not_taken_for_another(dock, token):

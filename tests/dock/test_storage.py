@@ -53,15 +53,6 @@ def saved(shard, ids):
     return shard.read_saved(numpy.array(ids))[:2]
 
 
-def test_columns_of_several_puts_come_together():
-    shard = StorageShard()
-    put(shard, tokens([1, 2, 3]))
-    put(shard, Batch(torch.tensor([3, 1]), {"rewards": torch.tensor([0.3, 0.1])}))
-    back = read(shard, [3, 1], ("rewards", "tokens"))
-    assert back["rewards"].tolist() == pytest.approx([0.3, 0.1])
-    assert [row.tolist() for row in back["tokens"].rows] == [[3, 3, 3], [1]]
-
-
 def test_a_version_stays_unless_it_is_given_again():
     shard = StorageShard()
     put(shard, tokens([5, 6]), numpy.array([1, 2]))
@@ -80,13 +71,15 @@ def test_a_row_that_comes_again_is_dropped_and_counted():
     assert put(shard, tokens([1])).tolist() == []
 
 
-def test_columns_of_two_attempts_do_not_mix():
+def test_a_put_that_is_not_whole_is_refused():
     shard = StorageShard()
     put(shard, tokens([1]))
-    with pytest.raises(DockError, match="must be put together"):
+    with pytest.raises(DockError, match="must be put together"):  # or columns of two attempts would mix
         put(shard, tokens([1]).with_columns({"logprobs": torch.zeros(1)}))
     with pytest.raises(DockError, match="a row twice"):
         put(shard, tokens([4, 4]))
+    with pytest.raises(DockError, match="without columns"):  # nothing would ever let go of them
+        put(shard, Batch(torch.tensor([2])))
 
 
 def test_what_is_missing_is_named():
@@ -100,11 +93,6 @@ def test_what_is_missing_is_named():
         retire(shard, consumer, [1])
     with pytest.raises(ColumnError, match="have left shard 0"):
         read(shard, [1])
-
-
-def test_rows_of_another_shard_are_refused():
-    with pytest.raises(DockError, match="row 3 does not live in shard 0 of 2"):
-        put(StorageShard(0, 2), tokens([2, 3]))
 
 
 def test_a_group_comes_whole_and_of_one_producer():
@@ -157,12 +145,6 @@ def test_a_column_that_others_make_meanwhile_does_not_end_a_saved_turn():
     assert saved(shard, [1])[1].tolist() == [3]
     put(shard, tokens([1]))
     assert shard.table(numpy.array([1])).T.tolist() == [[1, 1, 0, -1]]
-
-
-def test_rows_without_columns_are_refused():
-    """Nothing would ever let go of them."""
-    with pytest.raises(DockError, match="without columns"):
-        put(StorageShard(), Batch(torch.tensor([1])))
 
 
 @settings(max_examples=60)

@@ -42,11 +42,12 @@ def events(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
 
 @pytest.fixture
 def mover(store: Any, token: bytes, events: Any) -> Iterator[Callable[..., Mover]]:
-    """`mover("puller", who="a", …)`: a process of its own, gone at the end."""
+    """`mover("puller", who="a", …)`: a process of its own, gone at the end; a publisher is alone unless it is told."""
     made: list[Mover] = []
 
     def make(kind: str, token: bytes = token, **settings: Any) -> Mover:
-        made.append(Mover(kind, store.port, token, events=events.path, **settings))
+        alone = {"rank": 0, "ranks": 1} if kind == "publisher" else {}
+        made.append(Mover(kind, store.port, token, events=events.path, **{**alone, **settings}))
         return made[-1]
 
     yield make

@@ -43,6 +43,10 @@ class Mover:
     def ask(self, do: str, **given: Any) -> dict[str, Any]:
         return self.send(do, **given).answer()
 
+    def pulls(self, expected: int, mib: float, **given: Any) -> None:
+        """Require that it pulls this version, whole and right."""
+        assert self.ask("pull", mib=mib, **given) == {"version": expected, "right": True}
+
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.join()
@@ -108,19 +112,6 @@ class Serving:
 
     def sent(self) -> dict[str, Any]:
         return {"sent": self.source.sent}
-
-    def count_looks(self) -> None:
-        """Count how often a puller asks for chunks that it does not know of."""
-        self.looks, state = 0, self.source.actions["state"]
-
-        def counted(client: Any, header: Any) -> Any:
-            self.looks += header["seen"] >= 0
-            return state(client, header)
-
-        self.source.actions["state"] = counted
-
-    def looked(self) -> dict[str, Any]:
-        return {"looks": self.looks}
 
     def port(self) -> dict[str, Any]:
         return {"port": self.source.address[1]}

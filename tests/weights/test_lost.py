@@ -17,32 +17,22 @@ def moved(events, who):
 def test_the_source_dies(mover, events, seed):
     """A relay: the rest comes from the trainer."""
     after = random.Random(seed).randrange(WHOLE // CHUNK)
-    trainer, relay, rollout = (mover("publisher", rank=0, ranks=1), mover("puller", who="relay"),
+    trainer, relay, rollout = (mover("publisher"), mover("puller", who="relay"),
                                mover("puller", who="a", transport="tcp"))
     trainer.ask("publish", version=1, mib=MIB)
     relay.ask("pull", mib=MIB)
     relay.ask("die_serving", chunks=after)
-    assert rollout.ask("pull", mib=MIB) == {"version": 1, "right": True}
+    rollout.pulls(1, MIB)
     assert moved(events, "a") == WHOLE + CHUNK // 2, "of one chunk, a half came twice"
     assert {event["source"] for event in events("weights_source_lost")} == {"relay"}
     assert trainer.ask("sent")["sent"] == 2 * WHOLE - after * CHUNK
-
-
-def test_the_trainer_dies_while_relays_have_everything(mover, events):
-    trainer, relay, rollout = (mover("publisher", rank=0, ranks=1), mover("puller", who="relay"),
-                               mover("puller", who="a", transport="tcp"))
-    trainer.ask("publish", version=1, mib=MIB)
-    relay.ask("pull", mib=MIB)
-    trainer.kill()
-    assert rollout.ask("pull", mib=MIB) == {"version": 1, "right": True}
-    assert (moved(events, "a"), relay.ask("sent")["sent"]) == (WHOLE, WHOLE)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_the_trainer_dies_and_no_process_has_everything(mover, events, seed):
     """Rollouts wait for the next attempt of the trainer, whose ranks are others."""
     after = random.Random(seed).randrange(WHOLE // CHUNK)
-    trainer = mover("publisher", rank=0, ranks=1, transport="tcp")
+    trainer = mover("publisher", transport="tcp")
     rollouts = [mover("puller", who=f"rollout-{number}") for number in range(2)]
     trainer.ask("publish", version=4, mib=MIB)
     trainer.ask("die_serving", chunks=after)
@@ -74,32 +64,22 @@ def test_a_trainer_that_dies_publishing_leaves_the_version_before(mover, at):
         for trainer in started:
             trainer.send("publish", version=version, mib=1)
         assert [trainer.answer() for trainer in started] == [{}, {}]
-    assert rollout.ask("pull", mib=1, ranks=2) == {"version": 2, "right": True}
+    rollout.pulls(2, 1, ranks=2)
 
 
 def test_the_puller_dies(mover):
     """Its lease of the source is free at once."""
-    trainer = mover("publisher", rank=0, ranks=1)
+    trainer = mover("publisher")
     trainer.ask("publish", version=1, mib=MIB)
     victim = mover("puller", who="victim")
     victim.ask("die_pulling", chunks=7)
     victim.send("pull", mib=MIB).process.join()
-    assert mover("puller", who="a").ask("pull", mib=MIB) == {"version": 1, "right": True}
-    assert mover("puller", who="victim").ask("pull", mib=MIB) == {"version": 1, "right": True}, "restarted"
-
-
-def test_a_source_that_stands_still_is_left(mover, events):
-    trainer, relay = mover("publisher", rank=0, ranks=1), mover("puller", who="relay")
-    trainer.ask("publish", version=1, mib=MIB)
-    relay.ask("pull", mib=MIB)
-    relay.stop()
-    assert mover("puller", who="a").ask("pull", mib=MIB) == {"version": 1, "right": True}
-    relay.go_on()
-    assert relay.ask("pull", mib=MIB) == {"version": 1, "right": True}
+    mover("puller", who="a").pulls(1, MIB)
+    mover("puller", who="victim").pulls(1, MIB)
 
 
 def test_a_link_is_cut_and_comes_back(mover, events):
-    trainer = mover("publisher", rank=0, ranks=1, transport="tcp")
+    trainer = mover("publisher", transport="tcp")
     with Proxy(trainer.ask("publish", version=1, mib=MIB) or trainer.ask("port")["port"]) as proxy:
         trainer.ask("by_way_of", port=proxy.port)
         proxy.cut_after(WHOLE // 3)
@@ -115,19 +95,19 @@ def test_a_link_is_cut_and_comes_back(mover, events):
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_a_corrupt_chunk_is_pulled_elsewhere_and_reported(mover, events, transport):
     """The good ones of the relay's are used where they lie until then, in its memory."""
-    trainer, relay, rollout = (mover("publisher", rank=0, ranks=1, transport="tcp"),
+    trainer, relay, rollout = (mover("publisher", transport="tcp"),
                                *(mover("puller", who=who, transport=transport) for who in ("relay", "a")))
     trainer.ask("publish", version=1, mib=MIB)
     relay.ask("pull", mib=MIB)
     relay.ask("spoil", part=0, chunk=3)
-    assert rollout.ask("pull", mib=MIB) == {"version": 1, "right": True}
+    rollout.pulls(1, MIB)
     found = [(event["source"], event["chunk"]) for event in events("weights_corrupt")]
     assert found == [("relay", 3)]
     assert trainer.ask("sent")["sent"] == WHOLE + CHUNK
 
 
 def test_chunks_that_stay_corrupt_are_an_error(mover, events):
-    trainer = mover("publisher", rank=0, ranks=1)
+    trainer = mover("publisher")
     trainer.ask("publish", version=1, mib=1)
     trainer.ask("spoil", part=0, chunk=1)
     said = mover("puller", who="a").ask("pull", mib=1)

@@ -2,13 +2,13 @@
 
 
 def test_a_rollout_pulls_what_a_trainer_publishes(mover, events):
-    trainer = mover("publisher", rank=0, ranks=1)
+    trainer = mover("publisher")
     rollout = mover("puller", who="a", transport="tcp")
     for version in (3, 4, 7):
         trainer.ask("publish", version=version, mib=4)
-        assert rollout.ask("pull", mib=4) == {"version": version, "right": True}
+        rollout.pulls(version, 4)
     assert rollout.ask("newest") == {"newest": 7}
-    assert rollout.ask("pull", mib=4) == {"version": 7, "right": True}, "it is here already"
+    rollout.pulls(7, 4)
     told = [(event["version"], event["transports"], event["bytes"]) for event in events("weights_pulled")]
     assert told == [(version, ["tcp"], 4 << 20) for version in (3, 4, 7)]
 
@@ -19,15 +19,15 @@ def test_each_rank_of_a_trainer_sends_its_part(mover):
     for trainer in trainers:
         trainer.send("publish", version=1, mib=2)
     assert all(trainer.answer() == {} for trainer in trainers)
-    assert rollout.ask("pull", mib=2, ranks=3) == {"version": 1, "right": True}
+    rollout.pulls(1, 2, ranks=3)
     assert [trainer.ask("sent")["sent"] for trainer in trainers] == [2 << 20] * 3
 
 
 def test_what_did_not_change_does_not_move(mover, events):
-    trainer, rollout = mover("publisher", rank=0, ranks=1), mover("puller", who="a", transport="tcp")
+    trainer, rollout = mover("publisher"), mover("puller", who="a", transport="tcp")
     for version in (1, 2):
         trainer.ask("publish", version=version, mib=8, same=14)
-        assert rollout.ask("pull", mib=8, same=14) == {"version": version, "right": True}
+        rollout.pulls(version, 8, same=14)
     first, second = events("weights_pulled")
     assert (first["bytes"], first["unchanged_bytes"]) == (8 << 20, 0)
     assert (second["bytes"], second["unchanged_bytes"]) == (1 << 20, 7 << 20)
@@ -35,16 +35,16 @@ def test_what_did_not_change_does_not_move(mover, events):
 
 def test_where_nothing_has_to_move_all_is_verified_and_nothing_copied(mover, events):
     """In the memory of the source; the version before is of no use."""
-    trainer, rollout = mover("publisher", rank=0, ranks=1), mover("puller", who="a", transport="memory")
+    trainer, rollout = mover("publisher"), mover("puller", who="a", transport="memory")
     for version in (1, 2):
         trainer.ask("publish", version=version, mib=8, same=14)
-        assert rollout.ask("pull", mib=8, same=14) == {"version": version, "right": True}
+        rollout.pulls(version, 8, same=14)
     assert [(event["bytes"], event["unchanged_bytes"]) for event in events("weights_pulled")] == [(8 << 20, 0)] * 2
 
 
 def test_a_trainer_sends_once_however_many_pull(mover):
     """Rollouts that pull together form a chain; one that comes later is served by them."""
-    trainer = mover("publisher", rank=0, ranks=1)
+    trainer = mover("publisher")
     rollouts = [mover("puller", who=f"rollout-{number}", transport="tcp") for number in range(4)]
     trainer.ask("tire", seconds=0.02)
     trainer.ask("publish", version=1, mib=8)
@@ -52,13 +52,13 @@ def test_a_trainer_sends_once_however_many_pull(mover):
         rollout.send("pull", mib=8)
     assert [rollout.answer() for rollout in rollouts] == [{"version": 1, "right": True}] * 4
     late = mover("puller", who="late", transport="tcp")
-    assert late.ask("pull", mib=8) == {"version": 1, "right": True}
+    late.pulls(1, 8)
     assert trainer.ask("sent") == {"sent": 8 << 20}
     assert sum(rollout.ask("sent")["sent"] for rollout in rollouts) == 4 * (8 << 20)
 
 
 def test_another_token_gets_nothing(mover):
-    trainer, stranger = mover("publisher", rank=0, ranks=1), mover("puller", who="a", token=b"x" * 32)
+    trainer, stranger = mover("publisher"), mover("puller", who="a", token=b"x" * 32)
     trainer.ask("publish", version=1, mib=1)
     said = stranger.ask("pull", mib=1)
     assert said["error"] == "WeightsError"
@@ -69,18 +69,18 @@ def test_another_token_gets_nothing(mover):
 def test_runs_do_not_mix(mover):
     """Two of them on one store, even with the same token and the same names."""
     for run, version in (("one", 5), ("two", 6)):
-        mover("publisher", rank=0, ranks=1, run=run).ask("publish", version=version, mib=1)
+        mover("publisher", run=run).ask("publish", version=version, mib=1)
     for run, version in (("one", 5), ("two", 6)):
-        assert mover("puller", who="a", run=run).ask("pull", mib=1) == {"version": version, "right": True}
+        mover("puller", who="a", run=run).pulls(version, 1)
 
 
 def test_versions_count_upwards_and_old_ones_go(mover):
-    trainer, rollout = mover("publisher", rank=0, ranks=1), mover("puller", who="a")
+    trainer, rollout = mover("publisher"), mover("puller", who="a")
     for version in (1, 2, 3):
         trainer.ask("publish", version=version, mib=1)
     said = trainer.ask("publish", version=3, mib=1)
     assert (said["error"], "count upwards" in said["message"]) == ("WeightsError", True)
-    assert rollout.ask("pull", mib=1, version=2) == {"version": 2, "right": True}
+    rollout.pulls(2, 1, version=2)
     assert rollout.ask("pull", mib=1, version=1, seconds=5)["error"] == "WeightsLost"
     assert rollout.ask("pull", mib=1, version=9)["error"] == "WeightsLost"
 
@@ -88,15 +88,3 @@ def test_versions_count_upwards_and_old_ones_go(mover):
 def test_nothing_to_pull_is_an_error_after_the_limit(mover):
     said = mover("puller", who="a").ask("pull", mib=1, seconds=0.3)
     assert (said["error"], "newest published is -1" in said["message"]) == ("WeightsLate", True)
-
-
-def test_a_pull_does_not_wait_for_more_of_a_trainer_rank_whose_part_is_here(mover):
-    trainers = [mover("publisher", rank=rank, ranks=2, transport="tcp") for rank in (0, 1)]
-    for trainer in trainers:
-        trainer.send("publish", version=1, mib=8)
-        trainer.send("count_looks")
-    trainers[1].send("tire", seconds=0.1)
-    for trainer in (*trainers, *trainers, trainers[1]):
-        trainer.answer()
-    assert mover("puller", who="a").ask("pull", mib=8, ranks=2) == {"version": 1, "right": True}
-    assert [trainer.ask("looked") for trainer in trainers] == [{"looks": 0}] * 2

@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from distflow.errors import EngineError
-from distflow.weights import reshard
 from distflow.weights.reshard import gather_tensors
 
 BUCKETS = (1, 50, 400, 1 << 20)
@@ -135,24 +134,3 @@ def straight() -> None:
 
 def test_a_large_tensor_is_not_copied_twice():
     run_ranks(2, straight)
-
-
-def buckets() -> list[tuple[int, torch.dtype]]:
-    """How many elements of what type each gather moved, for buckets of two small parameters."""
-    moved, whole = [], reshard.all_gather
-    mesh = mesh_of(2)
-    shards = {name: distribute_tensor(torch.ones(rows, 2), mesh, [Shard(0)])
-              for name, rows in (("a", 4), ("b", 4), ("big", 40), ("c", 4))}
-    shards["half"] = distribute_tensor(torch.ones(4, 2, dtype=torch.bfloat16), mesh, [Shard(0)])
-    reshard.all_gather = lambda everyone, mine, **named: moved.append((2 * mine.numel(), mine.dtype)) or whole(
-        everyone, mine, **named)
-    try:
-        list(gather_tensors(shards, bucket_bytes=64))
-    finally:
-        reshard.all_gather = whole
-    return moved
-
-
-def test_a_bucket_is_no_larger_than_asked_but_for_one_parameter_and_of_one_type():
-    expected = [(16, torch.float32), (80, torch.float32), (8, torch.float32), (8, torch.bfloat16)]
-    assert run_ranks(2, buckets) == [expected] * 2

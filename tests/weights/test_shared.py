@@ -48,7 +48,7 @@ def publish(trainer, *versions):
 
 
 def test_rollouts_of_a_machine_have_one_copy(mover, events):
-    trainer, rollouts = mover("publisher", rank=0, ranks=1), [mover("puller", who=f"r{i}") for i in range(3)]
+    trainer, rollouts = mover("publisher"), [mover("puller", who=f"r{i}") for i in range(3)]
     publish(trainer, 1)
     for rollout in rollouts:
         assert rollout.ask("pull", mib=MIB)["right"]
@@ -59,7 +59,7 @@ def test_rollouts_of_a_machine_have_one_copy(mover, events):
 
 def test_what_a_rollout_has_stays_and_its_buffer_is_used_again_afterwards(mover):
     """The rollout hangs meanwhile, which delays no other process."""
-    trainer, rollout = mover("publisher", rank=0, ranks=1), mover("puller", who="a")
+    trainer, rollout = mover("publisher"), mover("puller", who="a")
     publish(trainer, 1)
     rollout.ask("keep", version=1, mib=MIB)
     first = files(trainer)
@@ -67,7 +67,7 @@ def test_what_a_rollout_has_stays_and_its_buffer_is_used_again_afterwards(mover)
     publish(trainer, 2, 3, 4, 5, 6)
     rollout.go_on()
     assert rollout.ask("kept_right")["right"]
-    assert rollout.ask("pull", mib=MIB) == {"version": 6, "right": True}
+    rollout.pulls(6, MIB)
     assert rollout.ask("kept_right")["right"]
     publish(trainer, 7)
     assert rollout.ask("kept_right")["right"]
@@ -77,14 +77,14 @@ def test_what_a_rollout_has_stays_and_its_buffer_is_used_again_afterwards(mover)
     for version in range(8, 20):
         publish(trainer, version)
         used += files(trainer)
-        assert rollout.ask("pull", mib=MIB) == {"version": version, "right": True}
+        rollout.pulls(version, MIB)
     assert first[0] in used
     assert own_files(trainer) <= count
     assert len(set(used)) <= 3, "of two versions, and of one that a rollout has still"
 
 
 def test_the_lock_of_a_rollout_that_was_killed_is_gone(mover):
-    trainer, rollouts = mover("publisher", rank=0, ranks=1), [mover("puller", who=f"r{i}") for i in range(2)]
+    trainer, rollouts = mover("publisher"), [mover("puller", who=f"r{i}") for i in range(2)]
     publish(trainer, 1)
     for rollout in rollouts:
         rollout.ask("pull", mib=MIB)
@@ -98,38 +98,16 @@ def test_the_lock_of_a_rollout_that_was_killed_is_gone(mover):
 
 
 def test_relays_pass_memory_on_when_its_owner_is_dead(mover, events):
-    trainer = mover("publisher", rank=0, ranks=1)
+    trainer = mover("publisher")
     publish(trainer, 1)
     owner, where = trainer, files(trainer)
     for who in ("a", "b", "c"):
         rollout = mover("puller", who=who, transport="memory")
-        assert rollout.ask("pull", mib=MIB) == {"version": 1, "right": True}
+        rollout.pulls(1, MIB)
         assert files(rollout) == where
         owner.kill()
         owner = rollout
     assert [list(event["sources"]) for event in events("weights_pulled")] == [["trainer-0"], ["a"], ["b"]]
-
-
-def test_half_of_it_from_memory_and_the_rest_by_tcp(mover, events):
-    """A relay with half a version, in memory that another rollout uses, dies. All of it is only on another machine."""
-    trainer, source, late = (mover("publisher", rank=0, ranks=1), mover("puller", who="source", transport="tcp"),
-                             mover("puller", who="late", transport="tcp"))
-    half, rollout = mover("puller", who="half", deadline=0.5), mover("puller", who="a", deadline=20.0)
-    publish(trainer, 1)
-    for one in (source, late):
-        one.ask("pull", mib=MIB)
-    trainer.kill()
-    late.stop()
-    source.ask("die_serving", chunks=WHOLE // CHUNK // 2)
-    assert half.ask("pull", mib=MIB, version=1)["error"] == "WeightsLost"
-    rollout.send("pull", mib=MIB, version=1)
-    while half.ask("sent")["sent"] < WHOLE // 2:
-        assert rollout.process.is_alive()
-    half.kill()
-    late.go_on()
-    assert rollout.answer() == {"version": 1, "right": True}
-    told = events("weights_pulled")[-1]
-    assert (told["sources"], told["transports"]) == ({"half": WHOLE // 2, "late": WHOLE // 2}, ["memory", "tcp"])
 
 
 @pytest.fixture

@@ -10,8 +10,6 @@ import torch
 from stores import CountingStore, StoreProcess, client
 
 from distflow.rpc.connection import Connection, connect
-from distflow.store.interface import Store
-from distflow.weights.directory import Directory, SourceEntry
 from distflow.weights.publisher import Publisher
 
 
@@ -39,25 +37,6 @@ def test_a_ranks_share_of_a_start_and_of_a_version_is_constant(store, token):
         assert middle[1] <= middle[0] + 4, (few, many)
     assert max(started for started, _ in many[1:]) <= 16, "rank 0 alone asks who has come"
     assert max(published for _, published in many) <= max(published for _, published in few) + 4, "nor of the last one"
-
-
-def test_rank_0_proposes_to_all_ranks_at_once(store, token):
-    """After the last rank has come, however many there are; while it waits for that one, it looks again and again."""
-    counting = CountingStore(store.port)
-    publisher = FakePublisher(counting, 50)
-    shared = publisher.directory.store
-    shared.put_all({f"meeting/{rank}": f"nonce {rank}" for rank in range(50)})
-    counting.operations.clear()
-    assert all(publisher._propose([]))
-    assert len(counting.operations) == 2
-    assert len({*shared.get_all([f"proposal/nonce {rank}" for rank in range(50)])} - {""}) == 1
-
-
-class FakePublisher(Publisher):
-    """Rank 0's publisher, without memory and connections."""
-
-    def __init__(self, store: Store, ranks: int):
-        self.rank, self.ranks, self.directory = 0, ranks, Directory(store, SourceEntry("trainer-0", ("10.0.0.1", 1), 0))
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
