@@ -20,6 +20,7 @@ import torch
 from benchmarks.device import most_allocated
 from benchmarks.parts import Bench, Part, said, shown
 from benchmarks.shapes import TRAINING
+from distflow.config.dag import Role
 from distflow.config.run import Lora, RoleRun
 from distflow.data.batch import Batch
 from workers.engines.adapters import attach
@@ -82,7 +83,7 @@ def prime_rl(bench: Bench) -> Iterator[Part]:
     model = bench.model(bench.shape)
     if adapters:
         attach(model, adapters, 0)
-    trainer = FSDPEngine(model, settings, bench.mesh, pad_token=0, steps=10, trained=True)
+    trainer = FSDPEngine(model, settings, bench.mesh, pad_token=0, steps=10, role=Role(trained=True))
     for length, kind in rows:
         yield _long_rows(bench, trainer, length // short, kind)
 

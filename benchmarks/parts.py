@@ -27,6 +27,7 @@ from benchmarks.device import (
 )
 from benchmarks.group import timed
 from benchmarks.shapes import TRAINING, Shape
+from distflow.config.dag import Role
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.weights.offload import HostOffload
@@ -89,7 +90,7 @@ class Bench:
         """With the same weights."""
         model = self.model(shape)
         rollout = self._rollout_of(model)
-        return rollout, FSDPEngine(model, self.settings(), self.mesh, pad_token=0, steps=10, trained=True)
+        return rollout, FSDPEngine(model, self.settings(), self.mesh, pad_token=0, steps=10, role=Role(trained=True))
 
     def model(self, shape: Shape) -> torch.nn.Module:
         model = shape.build(self.kind)

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.group import on_ranks, timed
 from benchmarks.ratio import Spread, conclude, interleaved, least, options, parsed, ratios
+from distflow.config.dag import Role
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
 from workers.engines import attention
@@ -95,7 +96,7 @@ def measure(case: Case, sizes: dict[str, int], repeats: int) -> list[dict[str, f
     bare, ours = Bare(copy.deepcopy(model)), copy.deepcopy(model)
     ours.set_attn_implementation(attention.NAME)
     settings = RoleRun(learning_rate=1e-4, micro_batch_tokens=TOKENS)
-    engine = FSDPEngine(ours, settings, mesh, pad_token=0, steps=10, trained=True)
+    engine = FSDPEngine(ours, settings, mesh, pad_token=0, steps=10, role=Role(trained=True))
     norms: dict[str, float] = {}
 
     def by_us() -> None:

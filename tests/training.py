@@ -17,6 +17,7 @@ from columns import uneven_rows
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from distflow.config.dag import Role
 from distflow.config.run import Data, Model, RoleRun
 from distflow.data.batch import Batch
 from distflow.plan import Layout
@@ -95,7 +96,7 @@ def loss_of(logprobs, entropies, micro):
 def engine_of(mesh: DeviceMesh, model: dict[str, Any] | None = None, small: int = 0, **settings) -> fsdp.FSDPEngine:
     with layered(small):
         return fsdp.FSDPEngine(built(**(model or {})), RoleRun(**{**SETTINGS, **settings}), mesh, pad_token=0,
-                               steps=10, trained=True)
+                               steps=10, role=Role(trained=True))
 
 
 def trained_by(engine: fsdp.FSDPEngine, mine: Batch) -> Trained:
@@ -165,7 +166,7 @@ def valued(layout) -> list[float]:
     model = with_value_head(built())
     with torch.no_grad():
         model.score.weight.copy_(torch.linspace(-0.1, 0.1, 64)[None])
-    engine = fsdp.FSDPEngine(model, RoleRun(**SETTINGS), mesh, 0, 10, trained=True, head="value")
+    engine = fsdp.FSDPEngine(model, RoleRun(**SETTINGS), mesh, 0, 10, Role(trained=True, head="value"))
     mine = share_of(mesh)
 
     def squared(values, scores, micro):
@@ -200,7 +201,8 @@ class Learner:
         model = build_model(270, 0, layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32)
         model = with_value_head(model) if head == "value" else model
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        self.engine = fsdp.FSDPEngine(model, RoleRun(learning_rate=1e-2, **settings), mesh, 0, 10, True, head=head)
+        self.engine = fsdp.FSDPEngine(model, RoleRun(learning_rate=1e-2, **settings), mesh, 0, 10,
+                                      Role(trained=True, head=head))
         self.temperature, self.values, self.score = temperature, self.engine.values, self.engine.scores
 
     def total(self, numbers: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from distflow.config.dag import Role
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.plan import Layout
@@ -102,7 +103,7 @@ def settings(**given: Any) -> RoleRun:
 def megatron(model: PreTrainedModel, ways: dict[str, Any], trained: bool = True, **given: Any) -> MegatronEngine:
     layout = Layout(**{"dp": 1, **ways})
     mesh = mesh_of(replace(layout, ep=1, layers=()), "cpu")
-    return MegatronEngine(model, settings(**given), mesh, 0, 10, trained, layout=layout)
+    return MegatronEngine(model, settings(**given), mesh, 0, 10, Role(trained=trained), layout=layout)
 
 
 def with_choices(batch: Batch, model: PreTrainedModel) -> Batch:
@@ -135,4 +136,4 @@ def with_fsdp(architecture: str, tied: bool, layers: int = 2, replays: bool = Fa
     if replays:
         model.set_attn_implementation(attention.NAME)
     batch, chosen = with_choices(rows(), model) if replays else rows(), settings(generation={"routing_replay": replays})
-    return train(FSDPEngine(model, chosen, init_device_mesh("cpu", (1,)), 0, 10, True), batch)
+    return train(FSDPEngine(model, chosen, init_device_mesh("cpu", (1,)), 0, 10, Role(trained=True)), batch)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from distflow.config.dag import Role
 from distflow.config.models import ROLLOUTS
 from distflow.config.run import Generation, Lora, RoleRun
 from distflow.data.batch import Ragged
@@ -100,7 +101,7 @@ def trainer_of(model: Any, copied: Any, mesh: Any) -> FSDPEngine:
     """The trainer of a mixture's weights, in a model that is built alike."""
     copied.load_state_dict(model.state_dict())
     copied.set_attn_implementation(attention.NAME)
-    return FSDPEngine(copied, RoleRun(generation=REPLAY), mesh, 0, 1, trained=True)
+    return FSDPEngine(copied, RoleRun(generation=REPLAY), mesh, 0, 1, Role(trained=True))
 
 
 def apart(engine: FSDPEngine, prompts: Ragged, samples: Any, experts: Ragged | None) -> float:

@@ -15,6 +15,7 @@ import torch
 from engines import megatron_ranks as ranks
 from ranks import run_ranks
 
+from distflow.config.dag import Role
 from distflow.errors import CheckpointError, EngineError
 from distflow.recovery.checkpoint import Checkpoints
 from distflow.weights.offload import HostOffload
@@ -134,7 +135,7 @@ def frozen(ways: dict[str, int]) -> bool:
     model = ranks.tiny()
     engine = ranks.megatron(model, ways, trained=False)
     rows = ranks.rows()
-    expected = ranks.FSDPEngine(ranks.tiny(), ranks.settings(), ranks.init_device_mesh("cpu", (4,)), 0, 1, False)
+    expected = ranks.FSDPEngine(ranks.tiny(), ranks.settings(), ranks.init_device_mesh("cpu", (4,)), 0, 1, Role())
     wanted = expected.logprobs(rows["prompts"], rows["responses"], 1.0)
     found = engine.logprobs(rows["prompts"], rows["responses"], 1.0)
     with pytest.raises(ValueError, match="frozen"):
@@ -198,7 +199,7 @@ def learning(ways: dict[str, int]) -> list[float]:
 
 def learning_by_fsdp() -> list[float]:
     engine = ranks.FSDPEngine(ranks.tiny(), ranks.settings(learning_rate=2e-3, schedule="cosine"),
-                              ranks.init_device_mesh("cpu", (1,)), 0, 20, True)
+                              ranks.init_device_mesh("cpu", (1,)), 0, 20, Role(trained=True))
     return losses_of(engine, 20)
 
 

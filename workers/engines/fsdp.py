@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from distflow.config.dag import Role
 from distflow.config.freeze import frozen_names
 from distflow.config.models import TRAINERS
 from distflow.config.run import RoleRun
@@ -131,14 +132,11 @@ class FSDPEngine(Trainer):
     has_long_rows = False  # in the batch under way, see `Capabilities.own_length`
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
-                 trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), layout: Layout | None = None,
-                 follows: bool = False):
-        """`whole` are frozen parameters that are not sharded. `follows`: whether a model that is not trained changes by
-        `follow`: its weights are then state."""
-        for size, count in {"pp": dimension(mesh, "pp"), "ep": layout.ep if layout else 1}.items():
-            if count > 1:
-                raise EngineError(f"the engine `fsdp` cannot split a model by {size} (here {count}): "
-                                  f"{TRAINERS['fsdp'].cannot[size]}")
+                 role: Role, whole: Sequence[nn.Parameter] = ()):
+        """`whole` are frozen parameters that are not sharded. The weights of a role that is to `follow` are state."""
+        if (stages := dimension(mesh, "pp")) > 1:
+            raise EngineError(f"the engine `fsdp` cannot split a model by pp (here {stages}): "
+                              f"{TRAINERS['fsdp'].cannot['pp']}")
         super().__init__(settings, mesh, pad_token, steps)
         self.dp_group = mesh.get_group("dp" if mesh.mesh_dim_names else 0)
         sharding = sharding_mesh(mesh, settings.replicas)
@@ -149,10 +147,11 @@ class FSDPEngine(Trainer):
         self.keeps = own <= KEPT_WHOLE and not settings.offload
         recomputes = settings.recomputes(sum(parameter.numel() for parameter in model.parameters()))
         half = is_half(self.settings, self.device.type)
-        self.follows, self.partial = follows, trained and bool(settings.freeze)
+        trained, head, self.follows = role.trained, role.head, role.follow is not None
+        self.partial = trained and bool(settings.freeze)
         # FSDP rounds to the forward dtype what it gathers; who only reads a model needs no more of it. A mean of
         # weights does: bfloat16 has 8 bits, and would lose each step that is below 1/256 of a weight.
-        self.held = torch.bfloat16 if half and not (trained or follows) else torch.float32
+        self.held = torch.bfloat16 if half and not (trained or self.follows) else torch.float32
         self._split(model)
         parameters = dict(model.named_parameters())  # not of before: styles of tensor parallelism make new ones
         for name in frozen_names(settings.freeze if trained else ["*"], parameters):

@@ -90,10 +90,9 @@ class RoleEngines:
             if meshes.rollout else AbsentRollout(settings.generation, self.end_tokens, dtype_of(settings, device)))
         if self.rollout is not None and settings.generation.stop:
             self.rollout.stop = StopStrings(tokenizer, settings.generation.stop)
-        follows = {"follows": True} if spec.dag.roles[name].follow else {}  # an argument of fsdp's alone
         self._trainer = meshes.trainer and engine_class(TRAINERS[settings.engine])(
-            model, settings, meshes.trainer, pad_token(tokenizer), spec.run.steps, trained, self.head, frozen,
-            meshes.layout, **follows)
+            model, settings, meshes.trainer, pad_token(tokenizer), spec.run.steps, spec.dag.roles[name],
+            **({"layout": meshes.layout} if settings.engine == "megatron" else {"whole": frozen}))
         if self._trainer and (shape := spec.shape_of(name)):
             self._trainer.shape = shape.with_value_head() if self.head == "value" else shape
         self._version, self.split = 0, meshes.rollout is not None and meshes.rollout.size() > meshes.rollout.size(0)

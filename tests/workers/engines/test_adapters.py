@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from training import layered, loss_of, plain_logprobs, role_of
 from transformers import AutoModelForSequenceClassification
 
+from distflow.config.dag import Role
 from distflow.config.run import Lora, RoleRun
 from distflow.errors import EngineError
 from workers.engines import fsdp
@@ -31,7 +32,8 @@ def engine_of(model, shared: bool, small: int = 64_000_000) -> fsdp.FSDPEngine:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     settings = RoleRun(learning_rate=RATE, micro_batch_tokens=20, lora=LORA)
     with layered(small):
-        return fsdp.FSDPEngine(model, settings, mesh, 0, 10, True, whole=frozen_parameters(model) if shared else ())
+        return fsdp.FSDPEngine(model, settings, mesh, 0, 10, Role(trained=True),
+                               whole=frozen_parameters(model) if shared else ())
 
 
 def trained(shared: bool, small: int, cut: int) -> tuple[list[float], list[float], list[float]]:

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from training import row_logprobs
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from distflow.config.dag import Role
 from distflow.config.run import RoleRun
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
@@ -54,7 +55,7 @@ def test_rows_have_rotary_frequencies_of_their_own_length(kind):
                           for lengths in ((3, 12, 9), (5, 30, 12)))
     truth = torch.cat([row_logprobs(varying(kind), *row) for row in zip(prompts.rows, responses.rows)])
     prepare(model)
-    engine = FSDPEngine(model, RoleRun(dtype="float32"), init_device_mesh("cpu", (1,)), 0, 10, True)
+    engine = FSDPEngine(model, RoleRun(dtype="float32"), init_device_mesh("cpu", (1,)), 0, 10, Role(trained=True))
     assert Capabilities.of(model).own_length == 16
     for order in ([0, 1, 2], [2, 1, 0], [1, 0]):  # whatever was computed before
         chosen = torch.tensor(order)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from training import built, engine_of, layered, named_mesh, plain_logprobs, share_of
 from transformers import AutoModelForCausalLM, CohereConfig, GptOssConfig
 
+from distflow.config.dag import Follow, Role
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch
 from distflow.errors import EngineError
@@ -27,7 +28,8 @@ def batch() -> Batch:
 
 
 def engine(model, mesh, **settings) -> FSDPEngine:
-    return FSDPEngine(model, RoleRun(learning_rate=1e-2, **settings), mesh, pad_token=0, steps=10, trained=True)
+    return FSDPEngine(model, RoleRun(learning_rate=1e-2, **settings), mesh, pad_token=0, steps=10,
+                      role=Role(trained=True))
 
 
 def plain(logprobs, entropy, micro):
@@ -80,7 +82,7 @@ def test_a_column_that_is_not_finite_is_named(model, mesh, batch):
 
 
 def test_a_frozen_role_refuses_to_train(model, mesh, batch):
-    frozen = FSDPEngine(model, RoleRun(), mesh, pad_token=0, steps=1, trained=False)
+    frozen = FSDPEngine(model, RoleRun(), mesh, pad_token=0, steps=1, role=Role())
     with pytest.raises(ValueError, match="frozen"):
         frozen.update(batch, plain, 1.0, 0)
 
@@ -139,7 +141,7 @@ def test_a_frozen_model_is_held_in_the_dtype_that_it_computes_in(model, mesh, ba
     if parameters_gathered_by == "layer":
         monkeypatch.setattr(fsdp, "_SMALL", 0)
     exact = engine(copy.deepcopy(model), mesh, dtype="bfloat16")
-    frozen = FSDPEngine(model, RoleRun(dtype="bfloat16"), mesh, pad_token=0, steps=10, trained=False)
+    frozen = FSDPEngine(model, RoleRun(dtype="bfloat16"), mesh, pad_token=0, steps=10, role=Role())
     found, expected = (one.logprobs(batch["prompts"], batch["responses"], 1.0).values for one in (frozen, exact))
     assert torch.equal(found, expected)
     sizes = [sum(each.to_local().nbytes for each in one.policy.parameters()) for one in (frozen, exact)]
@@ -156,8 +158,9 @@ def follow_on_shards() -> dict[str, list[float]]:
     wanted = {name: tensor.detach().clone() for name, tensor in start.named_parameters()}
     goal = {name: tensor.detach().clone() for name, tensor in aim.named_parameters()}
     settings = RoleRun(dtype="bfloat16")
-    trained = FSDPEngine(aim, settings, mesh, pad_token=0, steps=1, trained=True)
-    following = FSDPEngine(start, settings, mesh, pad_token=0, steps=1, trained=False, follows=True)
+    trained = FSDPEngine(aim, settings, mesh, pad_token=0, steps=1, role=Role(trained=True))
+    following = FSDPEngine(start, settings, mesh, pad_token=0, steps=1,
+                           role=Role(copy_of="actor", follow=Follow(every=1, mix=0.5)))
     for _ in range(3):
         following.follow(trained, 0.01)
         wanted = {name: torch.lerp(tensor, goal[name], 0.01) for name, tensor in wanted.items()}
@@ -179,14 +182,14 @@ def train_partly(small: int, tp: int) -> dict[str, Any]:
     start = {name: tensor.detach().clone() for name, tensor in built().named_parameters()}
     settings = RoleRun(learning_rate=1e-2, freeze=["embed_tokens.*", "layers.0.*", "layers.1.self_attn.*_norm.weight"])
     with layered(small):
-        one = FSDPEngine(built(), settings, mesh, pad_token=0, steps=2, trained=True)
+        one = FSDPEngine(built(), settings, mesh, pad_token=0, steps=2, role=Role(trained=True))
         norms = [one.update(share_of(mesh), plain, 1.0, step)["grad_norm"] for step in range(2)]
     moved = {name for name, tensor in one.export() if not torch.equal(tensor, start[name])}
     state, exported = one.state_dict(), {name for name, _ in one.export()}
     assert exported == set(start)
     assert set(state["model"]) == set(state["optimizer"]) == moved
     one.load_state_dict(state)
-    assert not FSDPEngine(built(), settings, mesh, pad_token=0, steps=2, trained=False).shards()
+    assert not FSDPEngine(built(), settings, mesh, pad_token=0, steps=2, role=Role()).shards()
     return {"moved": sorted(moved), "norms": norms}
 
 

@@ -14,6 +14,7 @@ from reported import reported
 from training import built, layered, loss_of, named_mesh, share_of
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from distflow.config.dag import Role
 from distflow.config.run import Generation, RoleRun
 from distflow.data.batch import Batch
 from distflow.telemetry.metrics import Metrics, recording
@@ -36,7 +37,8 @@ def mixture():
 
 def engine_of(mesh, small: int, model=None, **settings) -> FSDPEngine:
     with layered(small):
-        return FSDPEngine(model or mixture(), RoleRun(**{"micro_batch_tokens": 10_000, **settings}), mesh, 0, 10, True)
+        return FSDPEngine(model or mixture(), RoleRun(**{"micro_batch_tokens": 10_000, **settings}), mesh, 0, 10,
+                          Role(trained=True))
 
 
 def balanced(layout, small, settings) -> tuple[float, dict[str, numpy.ndarray]]:
@@ -146,6 +148,6 @@ def test_models_that_would_compute_the_loss_themselves_sample_and_train(mesh):
 def test_a_loss_that_cannot_be_had_is_named(mesh, capsys):
     model = build("deepseek_v3")
     model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.01
-    FSDPEngine(model, RoleRun(), mesh, 0, 10, True)
+    FSDPEngine(model, RoleRun(), mesh, 0, 10, Role(trained=True))
     shown = capsys.readouterr().out
     assert "(output_router_logits, router_aux_loss_coef: 0.01), which is not computed: transformers has none" in shown

@@ -13,6 +13,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from distflow.config.dag import Role
 from distflow.config.load import load
 from distflow.config.model_code import needs_code
 from distflow.config.run import RoleRun
@@ -57,7 +58,7 @@ def test_engines_convert_what_they_keep(folder, mesh):
     expected = {name: weight.float() for name, weight in
                 AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).named_parameters()}
     rollout = HFRollout.build(model, build_tokenizer(["one"]), settings, mesh, 0, [2])
-    trainer = FSDPEngine(model, settings, mesh, pad_token=0, steps=1, trained=True)
+    trainer = FSDPEngine(model, settings, mesh, pad_token=0, steps=1, role=Role(trained=True))
     for found in (dict(rollout.model.named_parameters()),
                   {name: shard.full_tensor() for name, shard in trainer.shards().items()}):
         assert found.keys() == expected.keys()

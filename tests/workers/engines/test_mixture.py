@@ -8,7 +8,6 @@ from ranks import run_ranks
 from training import (
     SETTINGS,
     Trained,
-    built,
     engine_of,
     joined,
     layered,
@@ -17,9 +16,9 @@ from training import (
     trained_by,
 )
 
+from distflow.config.dag import Role
 from distflow.config.run import Model, RoleRun
 from distflow.errors import EngineError
-from distflow.plan import Layout
 from workers.engines import attention
 from workers.engines.fsdp import FSDPEngine
 
@@ -32,7 +31,7 @@ def family_training(layout, family, replays) -> Trained:
     model.set_attn_implementation(attention.NAME)
     generation = {"generation": {"routing_replay": replays}}
     with layered(0):
-        engine = FSDPEngine(model, RoleRun(**SETTINGS, **generation), mesh, 0, 10, trained=True)
+        engine = FSDPEngine(model, RoleRun(**SETTINGS, **generation), mesh, 0, 10, Role(trained=True))
     return trained_by(engine, share_of(mesh))
 
 
@@ -52,11 +51,6 @@ def odd_experts() -> str:
     with pytest.raises(EngineError) as caught:
         engine_of(named_mesh(tp=2), {**MIXTURE, "mixture": (3, 2)})
     return str(caught.value)
-
-
-def test_experts_are_not_divided_by_experts(mesh):
-    with pytest.raises(EngineError, match="cannot split a model by ep"):
-        FSDPEngine(built(**MIXTURE), RoleRun(), mesh, 0, 1, trained=False, layout=Layout(1, ep=2))
 
 
 @pytest.mark.parametrize(("sizes", "says"), [

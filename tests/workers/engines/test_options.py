@@ -12,6 +12,7 @@ from ranks import run_ranks
 from torch.distributed.tensor import Replicate, Shard
 from training import Trained, built, engine_of, joined, named_mesh, plain_training, share_of, trained_by, training
 
+from distflow.config.dag import Role
 from distflow.config.run import Lora, RoleRun
 from distflow.errors import EngineError
 from workers.engines.adapters import attach
@@ -65,7 +66,7 @@ def refusal(layout, settings) -> str:
     if "lora" in settings:
         attach(model, Lora(**settings["lora"]), 0)
     with pytest.raises(EngineError) as caught:
-        FSDPEngine(model, RoleRun(**settings), named_mesh(**layout), 0, 1, trained=True)
+        FSDPEngine(model, RoleRun(**settings), named_mesh(**layout), 0, 1, Role(trained=True))
     return str(caught.value)
 
 

@@ -9,6 +9,7 @@ import torch
 from columns import random_rows
 from training import built
 
+from distflow.config.dag import Role
 from distflow.config.run import Generation, RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
@@ -61,12 +62,13 @@ def test_replayed_experts_end_the_mismatch_of_two_engines(mesh):
     """Without, a token whose experts are all but equal goes to another one in the trainer."""
     model = undecided(mixture())
     rows = sampled(model)
-    engine = FSDPEngine(model, RoleRun(**SETTINGS), mesh, 0, 1, trained=True)
+    engine = FSDPEngine(model, RoleRun(**SETTINGS), mesh, 0, 1, Role(trained=True))
     assert apart(engine, rows, rows[3]) < 2e-6 < 1e-2 < apart(engine, rows, None)  # 9.5e-7 and 0.15
 
 
 def updated(mesh, model, rows, recompute: bool, replayed: bool) -> tuple[float, dict]:
-    engine = FSDPEngine(copy.deepcopy(model), RoleRun(**SETTINGS, recompute=recompute), mesh, 0, 1, trained=True)
+    engine = FSDPEngine(copy.deepcopy(model), RoleRun(**SETTINGS, recompute=recompute), mesh, 0, 1,
+                        Role(trained=True))
     columns = {"prompts": rows[0], "responses": rows[1], **({"routed_experts": rows[3]} if replayed else {})}
     batch = Batch(torch.arange(len(rows[0])), columns)
     norm = engine.update(batch, lambda logprobs, *_: -logprobs.sum() / 100, 1.0, 0)["grad_norm"]
@@ -107,7 +109,7 @@ def test_rows_of_several_turns_have_the_experts_of_all_their_tokens(mesh, keep_c
     repeated = prompts().select(torch.arange(6).repeat_interleave(2))
     column = Routing.of(model).column([row.experts for row in rows], repeated.lengths, responses.lengths)
     assert (column.values != Routing.of(model).unknown).all()
-    engine = FSDPEngine(model, RoleRun(**SETTINGS), mesh, 0, 1, trained=True)
+    engine = FSDPEngine(model, RoleRun(**SETTINGS), mesh, 0, 1, Role(trained=True))
     found = engine.logprobs(repeated, responses, 1.0, routed_experts=column).values
     sampled_by_it = ~logprobs.isnan()
     assert float((found - logprobs)[sampled_by_it].abs().max()) < 2e-6
@@ -116,7 +118,7 @@ def test_rows_of_several_turns_have_the_experts_of_all_their_tokens(mesh, keep_c
 def test_tokens_without_recorded_experts_get_the_trainers_own(mesh):
     model = mixture()
     rows = sampled(model)
-    engine = FSDPEngine(model, RoleRun(**SETTINGS), mesh, 0, 1, trained=True)
+    engine = FSDPEngine(model, RoleRun(**SETTINGS), mesh, 0, 1, Role(trained=True))
     unknown = Routing.of(model).column([None] * len(rows[0]), rows[0].lengths, rows[1].lengths)
     assert (unknown.values == 255).all()
     found, own = (engine.logprobs(rows[0], rows[1], 1.0, routed_experts=each).values for each in (unknown, None))
@@ -126,14 +128,14 @@ def test_tokens_without_recorded_experts_get_the_trainers_own(mesh):
 def test_choices_of_another_model_are_refused(mesh):
     model = mixture()
     rows = sampled(model)
-    engine = FSDPEngine(model, RoleRun(**SETTINGS), mesh, 0, 1, trained=True)
+    engine = FSDPEngine(model, RoleRun(**SETTINGS), mesh, 0, 1, Role(trained=True))
     with pytest.raises(EngineError, match="they are of other rows, or of another model"):
         engine.logprobs(rows[0], rows[1], 1.0, routed_experts=rows[3].with_values(rows[3].values[:, :, :2]))
 
 
 def test_what_is_no_mixture_or_not_packed_is_refused(mesh):
     with pytest.raises(EngineError, match="wants a mixture of experts"):
-        FSDPEngine(built(), RoleRun(**SETTINGS), mesh, 0, 1, trained=True)
+        FSDPEngine(built(), RoleRun(**SETTINGS), mesh, 0, 1, Role(trained=True))
     sees = attach_images(built(architecture="qwen3_moe", mixture=(4, 2)), EMBEDDED_IMAGE_PROCESSOR)
     with pytest.raises(EngineError, match="wants rows that are packed"):
-        FSDPEngine(sees, RoleRun(**SETTINGS), mesh, 0, 1, trained=True)
+        FSDPEngine(sees, RoleRun(**SETTINGS), mesh, 0, 1, Role(trained=True))

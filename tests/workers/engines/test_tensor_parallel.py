@@ -20,6 +20,7 @@ from training import (
     trained_by,
 )
 
+from distflow.config.dag import Role
 from distflow.config.run import RoleRun
 from distflow.errors import EngineError
 from distflow.recovery.checkpoint import Checkpoints
@@ -49,7 +50,7 @@ def own_family() -> Trained:
     mesh, model = named_mesh(tp=2), built()
     model.config.model_type = "qwen3_of_ours"
     tensor_parallel.PLANS["qwen3_of_ours"] = tensor_parallel.PLANS["qwen3"]
-    engine = FSDPEngine(model, RoleRun(**SETTINGS), mesh, pad_token=0, steps=10, trained=True)
+    engine = FSDPEngine(model, RoleRun(**SETTINGS), mesh, pad_token=0, steps=10, role=Role(trained=True))
     return trained_by(engine, share_of(mesh))
 
 

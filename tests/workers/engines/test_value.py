@@ -6,6 +6,7 @@ import pytest
 import torch
 from columns import random_rows
 
+from distflow.config.dag import Role
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch
 from distflow.errors import EngineError
@@ -73,9 +74,9 @@ def test_a_head_of_several_numbers_is_refused(model):
 
 
 def test_the_head_is_not_rounded_with_the_model(mesh):
-    engine = FSDPEngine(built(), RoleRun(dtype="bfloat16"), mesh, 0, 1, trained=False, head="value")
+    engine = FSDPEngine(built(), RoleRun(dtype="bfloat16"), mesh, 0, 1, Role(head="value"))
     found = engine.values(rows()["prompts"], rows()["responses"]).values
-    exact = FSDPEngine(built(), RoleRun(), mesh, 0, 1, trained=False, head="value")
+    exact = FSDPEngine(built(), RoleRun(), mesh, 0, 1, Role(head="value"))
     assert found.dtype == torch.float32
     assert (found != found.bfloat16().float()).any()
     assert torch.allclose(found, exact.values(rows()["prompts"], rows()["responses"]).values, atol=0.05)

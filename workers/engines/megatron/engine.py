@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from distflow.config.dag import Role
 from distflow.config.extras import pip_line
 from distflow.config.megatron_models import why_unmapped
 from distflow.config.run import RoleRun
@@ -46,10 +47,10 @@ class MegatronEngine(Trainer):
     accumulates = False  # gradients are summed over ranks in place, at the end of each pass
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
-                 trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), layout: Layout | None = None):
-        _refuse(settings, head, bool(whole))
+                 role: Role, layout: Layout):
+        _refuse(settings, role.head)
         super().__init__(settings, mesh, pad_token, steps)
-        self.layout = layout or Layout(mesh.size())
+        self.layout, trained = layout, role.trained
         if why := why_unmapped(model.config.to_dict()):
             raise EngineError(f"`engine: megatron` cannot compute this model: {why}. Instead:  engine: fsdp")
         check(self.layout, model.config)
@@ -201,8 +202,8 @@ def _summed(model: list[nn.Module], _: Tensor | None = None, **options: Any) -> 
     finalize_model_grads(model, None, **options)
 
 
-def _refuse(settings: RoleRun, head: str, whole: bool) -> None:
+def _refuse(settings: RoleRun, head: str) -> None:
     if head != "lm":
         raise EngineError(f"the Megatron engine has no  head: {head} . Give this role  engine: fsdp")
-    if settings.lora is not None or whole:
+    if settings.lora is not None:
         raise EngineError("the Megatron engine trains all weights and no adapters. Remove  lora  or set  engine: fsdp")
