@@ -48,9 +48,7 @@ class ColocatedSource:
             tp_group, _ = dist.new_subgroups(width, backend="gloo", timeout=limit)
             assert isinstance(tp_group, dist.ProcessGroup)
         if ctx.rank % width == 0:
-            loops = ctx.context.plan.sampling_ranks // width
-            loop = RolloutContext(spec, plan, ctx.functions, roles, loader, channel,
-                                  f"trainer {ctx.rank}, which samples", loops, loops if alone else 0)
+            loop = RolloutContext(ctx.context, plan, ctx.functions, roles, loader, channel)
         names = {task.role for task in plan.tasks if task.samples}
         swaps = {name: swap for name, role in roles.items() if name in names and (swap := role.engine_swap)}
         enough = math.ceil(spec.run.switch_at * spec.run.data.batch) * channel.rows

@@ -30,7 +30,6 @@ import msgpack
 import torch
 from torch import Tensor
 
-from distflow.config.spec import Spec
 from distflow.contracts.forms import ENGINE_TYPES
 from distflow.data.batch import Batch, Ragged
 from distflow.data.crossing import POLICIES, REPORT, report_column, rows_for_others
@@ -46,6 +45,7 @@ from distflow.rpc.errors import RpcError
 from distflow.store.interface import StoreUnavailable, poll_interval
 from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.metrics import Metrics, current, recording
+from workers.context import RankContext
 from workers.engines.role_engines import RoleEngines
 from workers.engines.rollout import (
     EVENTS,
@@ -191,18 +191,20 @@ class Prompt:
 
 
 class RolloutContext:
-    """Context of `rollout`, which runs the rollout group's chain on the prompts that the trainer has enqueued.
-    The run has `n_loops` such loops, of which `n_finish` take over the prompts that others leave or that are left over
-    (0: not this one). A `dedicated` one is on a rank that only samples, and shows its progress as that rank's steps;
-    with a `validation` it answers requests to validate too."""
+    """Context of `rollout`, which runs the rollout group's chain (`plan`) on the prompts that the trainer has enqueued.
+    A `dedicated` one is on a rank that only samples, and shows its progress as that rank's steps; with a `validation`
+    it answers requests to validate too."""
 
-    def __init__(self, spec: Spec, plan: Plan, functions: Mapping[str, Callable[..., Any]],
-                 roles: dict[str, RoleEngines], loader: Dataloader, channel: RolloutChannel, who: str, n_loops: int,
-                 n_finish: int = 0, dedicated: bool = False, validation: RolloutValidation | None = None):
-        self.spec, self.plan, self.roles, self.loader, self.channel = spec, plan, roles, loader, channel
-        self.functions, self.who, self.dedicated = functions, who, dedicated
-        self.validation = validation
-        self.poll = _POLL_INTERVAL if dedicated else poll_interval(_COLOCATED_INTERVAL, n_loops)
+    def __init__(self, context: RankContext, plan: Plan, functions: Mapping[str, Callable[..., Any]],
+                 roles: dict[str, RoleEngines], loader: Dataloader, channel: RolloutChannel,
+                 validation: RolloutValidation | None = None):
+        self.spec, self.plan, self.roles, self.loader, self.channel = context.spec, plan, roles, loader, channel
+        self.functions, self.validation, self.dedicated = functions, validation, plan is context.own
+        self.who = f"rollout {context.store.rank}" if self.dedicated else f"trainer {context.store.rank}, which samples"
+        n_loops = context.plan.sampling_ranks // plan.ranks
+        n_finish = context.plan.rollouts if self.dedicated else n_loops if self.spec.run.trainer_samples_alone else 0
+        # loops that take over the prompts that others leave or that are left over; 0: not this one
+        self.poll = _POLL_INTERVAL if self.dedicated else poll_interval(_COLOCATED_INTERVAL, n_loops)
         last = max(index for index, task in enumerate(plan.tasks) if task.samples)
         # The trainer drops rows, as in other modes, so that they are counted once.
         chain = [replace(task, writes=tuple(name for name in task.writes if name != KEEP)) for task in plan.tasks]
@@ -210,7 +212,7 @@ class RolloutContext:
         self.sampling_roles = {name: role for name, role in roles.items() if role.rollout is not None and any(
             task.samples and task.role == name for task in plan.tasks)}
         fitting = min(role.settings.generation.batch_rows for role in self.sampling_roles.values()) // channel.rows
-        older = -(-channel.prompts * spec.run.staleness // n_finish) if n_finish else 0
+        older = -(-channel.prompts * self.spec.run.staleness // n_finish) if n_finish else 0
         self.max_prompts = max(1, min(fitting, -(-channel.prompts // n_loops) + older))
         """Prompts sampled at a time: a fair part of a draw; loops that finish what is left also take earlier draws'."""
         self.lineage = RowLineage(plan.tasks, plan.source)

@@ -295,12 +295,11 @@ def _rollout_context(context: RankContext, worker_context: WorkerContext, channe
     spec, plan = context.spec, context.own
     first = channel.first_step if worker_context.first else None
     trajectories().open(context.path / f"trajectories/rank{context.store.rank}.jsonl", spec.run.trajectories, first)
-    n_loops = context.plan.sampling_ranks // plan.ranks
     functions, name = _load_functions(spec, plan), validated_elsewhere(spec, context.plan)
     validation = RolloutValidation(spec, roles[name], channel, who) if name else None
     prompted = prompted_role(spec, [task for task in plan.tasks if task.samples])
-    return RolloutContext(spec, plan, functions, roles, dataloader(spec, roles[prompted], plan=plan), channel, who,
-                          n_loops, context.plan.rollouts, dedicated=True, validation=validation)
+    return RolloutContext(context, plan, functions, roles, dataloader(spec, roles[prompted], plan=plan), channel,
+                          validation)
 
 
 @contextlib.contextmanager
