@@ -38,7 +38,7 @@ STEPS, FIRST, BATCH, ROWS, HELD_OUT = 32, 13, 8, 64, 80
 DENSE = {"near_miss:near_miss": {"weight": 1.0, "reach": 20}, "format": {"weight": 0.2, "pattern": ".*#### -?[0-9]+"}}
 PLACE = {"first": FIRST, "rows": ROWS}
 COMMON = (f"data.batch={BATCH}", "roles.actor.warmup_steps=4", "checkpoint.every=0", "report=false",
-          "validation.every=6", "robust.snapshots=false", "preflight=false", "timeline=false", "log=[]",
+          "validation.every=6", "robust.snapshots=false", "preflight=false", "log=[]",
           "roles.actor.schedule=constant", "roles.actor.learning_rate=1e-4")
 LEFT_OUT = ("seconds", "tokens", "data/", "samples_total", "memory", "snapshot", "wall", "all_tokens", "weights",
             "staleness/t", "filter/", "waiting", "checkpoint", "reward/retried", "reward/seconds", "mfu")

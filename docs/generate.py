@@ -91,7 +91,7 @@ def _value(schema: dict[str, Any]) -> str:
     if "const" in schema:
         return f"`{schema['const']}`"
     if "enum" in schema:
-        return " | ".join(f"`{each}`" for each in schema["enum"])
+        return " | ".join(map(_code, schema["enum"]))
     if "$ref" in schema:
         return "below"
     if schema.get("type") == "array":
@@ -109,6 +109,10 @@ def _default(schema: dict[str, Any]) -> str:
     value = schema.get("default")
     if value in (None, "", []) or isinstance(value, dict):
         return ""
+    return _code(value)
+
+
+def _code(value: Any) -> str:
     return f"`{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}`"
 
 

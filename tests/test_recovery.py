@@ -162,9 +162,9 @@ def test_in_sync_it_has_the_same_samples_and_the_same_bits(launch, workspace, wr
 
 @pytest.mark.run
 def test_torchrun_starts_everything_again(workspace, write, left):
-    """With `restart: task`; the run goes on in its folder, and not in that of an earlier one."""
+    """With `restarts: 0`; the run goes on in its folder, and not in that of an earlier one."""
     settings = write("calm", [{"kind": "kill", "step": 3, "phase": "training"}], "steps=5", "mode=async",
-                     "checkpoint.every=1", "robust.restart=task")
+                     "checkpoint.every=1", "robust.restarts=0")
     line = command(2, *(word for word in (*GRPO, *settings) if word not in ("--name", "calm")))
     line.insert(line.index("--standalone"), "--max-restarts=2")
     (workspace / "runs/grpo-1").mkdir(parents=True)
@@ -175,7 +175,7 @@ def test_torchrun_starts_everything_again(workspace, write, left):
     assert left() == []
     require_each_step_once(workspace / "runs/grpo-2", 5)
     failure, = events_of(workspace / "runs/grpo-2", "failure")
-    assert failure["verdict"] == "the run file says  robust: {restart: task}"
+    assert failure["verdict"] == "its 0 restarts are used up (robust.restarts in the run file)"
 
 
 @pytest.mark.parametrize("mode", ["async", "semi_sync"])

@@ -55,7 +55,7 @@ class ImageEncoder:
         for record in records:
             images = open_images(record, data.images or "", self.folder)
             messages = _with_image_parts(messages_of(record, data), len(images))
-            prompt = prompt_tokens(tokenizer, messages, tools_of(record, data), **data.for_template)
+            prompt = prompt_tokens(tokenizer, messages, tools_of(record, data), **data.chat_template_kwargs)
             prompts.append(torch.tensor(self._spread(prompt, images, data.max_prompt_tokens)))
             pixels.append(Ragged.from_rows([*map(self.image_processor.pixels, images)]) if images else NO_IMAGE)
         return Ragged.from_rows(prompts), Ragged.from_rows(pixels)
@@ -67,7 +67,7 @@ class ImageEncoder:
         except OversizedImage:
             return True
         messages = _with_image_parts(messages_of(record, data), len(images))
-        text = len(prompt_tokens(tokenizer, messages, tools_of(record, data), **data.for_template))
+        text = len(prompt_tokens(tokenizer, messages, tools_of(record, data), **data.chat_template_kwargs))
         added = sum(len(span) - 1 for span in self._spans(images))
         return text + added > data.max_prompt_tokens
 
@@ -153,7 +153,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: Data, image_encoder: Image
 def _imitated(tokenizer: PreTrainedTokenizerBase, data: Data, record: Record) -> ImitatedTokens:
     messages = conversation_of(record, data)
     with _rendering(messages):
-        return imitated_tokens(tokenizer, messages, tools_of(record, data), data.targets, **data.for_template)
+        return imitated_tokens(tokenizer, messages, tools_of(record, data), data.targets, **data.chat_template_kwargs)
 
 
 @contextlib.contextmanager
@@ -203,7 +203,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, data: Data, records: list
 def _prompt(tokenizer: PreTrainedTokenizerBase, data: Data, record: Record) -> list[int]:
     messages = messages_of(record, data)
     with _rendering(messages):
-        return prompt_tokens(tokenizer, messages, tools_of(record, data), **data.for_template)
+        return prompt_tokens(tokenizer, messages, tools_of(record, data), **data.chat_template_kwargs)
 
 
 def _too_long(tokenizer: PreTrainedTokenizerBase, data: Data, record: Record) -> bool:

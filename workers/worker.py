@@ -233,8 +233,7 @@ def _end_preflight(account: Preflight, spec: Spec, role: RoleEngines) -> None:
 
 def _open_timeline(context: RankContext) -> None:
     rank = context.store.rank
-    if context.spec.run.timeline:
-        timeline.current().open(context.path / timeline.FOLDER / f"rank{rank}.jsonl", rank, context.plan.ranks)
+    timeline.current().open(context.path / timeline.FOLDER / f"rank{rank}.jsonl", rank, context.plan.ranks)
 
 
 def _sample(context: RankContext, worker_context: WorkerContext, channel: RolloutChannel, _: Store,

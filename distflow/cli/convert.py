@@ -323,8 +323,7 @@ def _verl_schedule(done: Conversion, optim: str) -> None:
 def _template(done: Conversion, prefix: str) -> None:
     """Convert the variables of the chat template, which stand under `prefix`."""
     for key in [key for key in done.given if key.startswith(prefix)]:
-        name = key.removeprefix(prefix)
-        done.put(f"data.{name}" if name == "enable_thinking" else f"data.chat_template_kwargs.{name}", done.get(key))
+        done.put(f"data.chat_template_kwargs.{key.removeprefix(prefix)}", done.get(key))
 
 
 def _from_trl(done: Conversion) -> None:

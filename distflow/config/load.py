@@ -129,7 +129,7 @@ def reload(folder: Path, overrides: list[str] | None = None, cluster: str | None
 def _read(path: Path, recorded: bool) -> YamlSource:
     source = read(path, shown(path))
     if recorded:
-        source.rename_keys()
+        source.replace_keys()
     return source
 
 

@@ -55,18 +55,14 @@ class Fault(Document):
 class Robust(Document):
     """Recovery: restarts, snapshots, detectors."""
 
-    restart: Literal["role", "task"] = "role"
-    """role: only the failed part restarts: the trainer, or one rollout. task: torchrun restarts everything from the
-    newest checkpoint, if it has `--max-restarts` left."""
     restarts: NonNegativeInt = 20
-    """Most restarts of the trainer, and of each rollout."""
-    snapshots: bool = True
+    """Most restarts of the trainer, and of each rollout; others go on meanwhile. With 0 torchrun restarts everything
+    from the newest checkpoint, if it has `--max-restarts` left."""
+    snapshots: Literal[True, False, "local"] = True
     """Copy the state to host memory after each step, so that a restart repeats at most one finished step. Takes twice
     the memory of weights and optimizer state, three times during a slow checkpoint; without it once, and a trainer
-    continues from the newest checkpoint."""
-    peer_replica: bool = True
-    """Send snapshots to a second machine, which takes over if the first is lost (with `--store`). Takes twice the
-    memory of weights and optimizer state there."""
+    continues from the newest checkpoint. With `--store` a second machine gets them too, and takes over if the first is
+    lost; it takes as much memory there. local: it does not."""
     shutdown_timeout: PositiveFloat = 25.0
     """Seconds for the step in progress and a checkpoint after SIGTERM or Ctrl-C. Kubernetes and torchrun kill after 30
     s."""
@@ -86,4 +82,4 @@ class Robust(Document):
 
     @property
     def replicates(self) -> bool:
-        return self.snapshots and self.peer_replica
+        return self.snapshots is True

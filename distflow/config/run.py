@@ -202,7 +202,6 @@ class RoleRun(Document):
 
 
 _TURNS = 100_000  # most prompts in which several training sets have their shares
-_TEMPLATE_SETTINGS = ("enable_thinking", "tools")  # of `data`, which the chat template gets too
 _OF_TOKENIZER = ("add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "chat_template",
                  "padding", "truncation", "max_length", "conversation", "return_tensors", "tokenizer_kwargs")
 
@@ -233,10 +232,8 @@ class Data(Document):
     """Text after every question, such as ' Think step by step.' Rewards get the question without it."""
     tools: str | None = None
     """Field with a question's tools for the chat template: a list of JSON schemas, or JSON text of one."""
-    enable_thinking: bool | None = None
-    """Switch of the chat template; default: the template's own."""
     chat_template_kwargs: dict[str, bool | int | float | str | list[str]] = {}
-    """Further variables of the chat template, such as {reasoning_effort: low}."""
+    """Variables of the chat template, such as {enable_thinking: false} or {reasoning_effort: low}."""
     strict: bool = False
     """Refuse records with an empty question or answer. Otherwise they are skipped (`data/records_skipped`)."""
     filter: Texts = []
@@ -273,17 +270,11 @@ class Data(Document):
     @classmethod
     def _are_of_the_template(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name in value:
-            if name in _TEMPLATE_SETTINGS:
+            if name == "tools":
                 raise ValueError(f"`{name}` has a key of its own. Instead:  data: {{{name}: …}}")
             if name in _OF_TOKENIZER:
                 raise ValueError(f"`{name}` is no variable of chat templates: it says how to encode. Take it out")
         return value
-
-    @property
-    def for_template(self) -> dict[str, Any]:
-        """What the chat template is given beside messages and tools."""
-        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
-        return {**self.chat_template_kwargs, **thinking}
 
     @property
     def turns(self) -> tuple[int, ...]:
@@ -455,8 +446,6 @@ class Run(Document):
     """Conversations of each step and rank that are written to trajectories/."""
     report: bool = True
     """Write report.html at the end; `distflow report` writes it at any time."""
-    timeline: bool = True
-    """Record each rank's activities, for `distflow why`, the report and its `--trace`."""
     profile: list[PositiveInt] = []
     """Steps that the PyTorch profiler records to profile/, on training ranks."""
     wait_limit: float = Field(default=600.0, gt=0, le=1e9)

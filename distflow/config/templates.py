@@ -29,7 +29,7 @@ def check_chat_options(spec: Spec) -> list[Diagnostic]:
 
 def template_options(data: Data) -> dict[str, tuple[str, ...]]:
     """Return the options that the chat template is to know, each with its path in the run file."""
-    own = {name: ("data", name) for name in ("enable_thinking", "tools") if getattr(data, name) is not None}
+    own = {"tools": ("data", "tools")} if data.tools is not None else {}
     return {**own, **{name: ("data", "chat_template_kwargs", name) for name in data.chat_template_kwargs}}
 
 

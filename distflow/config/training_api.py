@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 
 from distflow.config.yaml_source import Document
 
@@ -15,5 +15,3 @@ class TrainingApi(Document):
     encrypted."""
     port: int = Field(default=0, ge=0, lt=65536)
     """Port; 0: a free one, which a restart keeps."""
-    max_body_mib: PositiveFloat = 64.0
-    """Largest call, in MiB."""

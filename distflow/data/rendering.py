@@ -68,7 +68,7 @@ def _first_refusal(spec: Spec, asked: Sequence[_Asked]) -> _RefusedRecord | None
     """Return the first of some records that a chat template refuses, or does not render within its bounds."""
     for role in encoding_roles(spec):
         text, file = template_of(spec, role)
-        if text and file and asked and (found := _tried(text, asked, spec.run.data.for_template)):
+        if text and file and asked and (found := _tried(text, asked, spec.run.data.chat_template_kwargs)):
             return _RefusedRecord(found[0], role, found[1], file)
     return None
 

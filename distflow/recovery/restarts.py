@@ -86,10 +86,10 @@ class RestartCoordinator:
 
     Args:
         store: of the run, by a connection of this process.
-        budget: number of restarts; None: the group is not started again by itself.
+        budget: number of restarts.
     """
 
-    def __init__(self, store: Store, restart_group: RestartGroup, rank: int, budget: int | None):
+    def __init__(self, store: Store, restart_group: RestartGroup, rank: int, budget: int):
         self.store = store.below(f"restarts/{restart_group.name}")
         self.restart_group, self.rank, self.budget = restart_group, rank, budget
 
@@ -165,7 +165,7 @@ def pause_before(attempt: Attempt) -> float:
     return _PAUSE if may_pass else 0.0
 
 
-def stop_reason(failures: tuple[Failure, ...], budget: int | None) -> str:
+def stop_reason(failures: tuple[Failure, ...], budget: int) -> str:
     """Return why there is no further attempt; empty if there is one (RobustRL §5.1.2).
 
     A failure that repeats at once is a mistake in a program, not a fault of a machine: a restart would only hide it. A
@@ -175,8 +175,6 @@ def stop_reason(failures: tuple[Failure, ...], budget: int | None) -> str:
         return "it would fail the next time too"
     if not failures[-1].outside and (mistake := _repeated_mistake(failures)):
         return mistake
-    if budget is None:
-        return "the run file says  robust: {restart: task}"
     if len(failures) > budget:
         return f"its {budget} restarts are used up (robust.restarts in the run file)"
     return ""

@@ -143,8 +143,7 @@ class Supervisor:
                  view: SupervisedRun, elastic: ElasticMember | None = None):
         settings, folder = view.settings, view.folder
         self.rank, self.ranks, self.group = store.rank, store.ranks, restart_group
-        self.restarts = RestartCoordinator(store.store, restart_group, store.rank,
-                                           settings.restarts if settings.restart == "role" else None)
+        self.restarts = RestartCoordinator(store.store, restart_group, store.rank, settings.restarts)
         self.work, self.view, self.folder, self.elastic = work, view, folder, elastic
         self.monitor = HealthMonitor(restart_group.group, settings.detectors)
         self.events = Events()

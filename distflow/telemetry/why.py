@@ -206,7 +206,7 @@ def slow(reader: RunReader, metrics: Sequence[dict[str, Any]], step: int) -> Ite
     spans = timeline.read(reader.folder, range(step - _AROUND, step + _AROUND + 1)).spans
     path = critical_path(spans, step)
     if not path:
-        yield "It has no timeline, which would say where the time went (`timeline: true`)."
+        yield "It has no timeline, which would say where the time went."
         return
     total = sum(part.seconds for part in path)
     parts: dict[tuple[int, str, str], float] = {}

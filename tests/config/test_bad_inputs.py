@@ -179,8 +179,7 @@ RUNS = [
     case("rising_schedule", 4, "1e-5", "`roles.actor.min_learning_rate`: 1e-05 is above learning_rate (1e-06), from",
          "min_learning_rate: 1e-07"),
     case("minimum_of_constant", 4, "1e-7", "it changes nothing in a constant schedule. Instead:  schedule: cosine"),
-    case("template_setting", 5, "{enable_thinking: false}", "`enable_thinking` has a key of its own. Instead:  data: "
-         "{enable_thinking: …}"),
+    case("template_setting", 5, "{tools: search}", "`tools` has a key of its own. Instead:  data: {tools: …}"),
     case("reserved_column", 6, "prompts", "`data.columns` names `prompts`, but every dataset gives a column of that"),
     case("missing_data", 6, "no/such.jsonl", "there is no data `no/such.jsonl`", ".jsonl or .parquet", others=(7,)),
 ]

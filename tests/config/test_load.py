@@ -45,23 +45,38 @@ def test_a_run_folder_gives_the_same_plan(dag: str, tmp_path: Path, monkeypatch:
     assert again.resolved() == spec.resolved()
 
 
-def test_keys_that_a_run_has_written_before_they_were_renamed_are_understood(tmp_path: Path) -> None:
-    spec = load("grpo", None, ["robust.peer_replica=false"])
-    for kind, content in spec.resolved().items():
-        text = yaml.safe_dump(content, sort_keys=False).replace("peer_replica: false", "neighbour: false")
-        (tmp_path / f"{kind}.yaml").write_text(text)
-    assert "neighbour: false" in (tmp_path / "run.yaml").read_text()
+def test_reload_understands_keys_that_have_been_replaced_since(tmp_path: Path) -> None:
+    """Those of a run that an older version has written, with and without values of their own."""
+    spec = load("grpo", None, ["robust={snapshots: local, restarts: 0}"])
+    kinds = spec.resolved()
+    run = kinds["run"]
+    run["robust"] |= {"snapshots": True, "restarts": 20, "restart": "task", "peer_replica": False}
+    run["data"] |= {"enable_thinking": None}
+    run |= {"timeline": True}
+    for kind, content in kinds.items():
+        (tmp_path / f"{kind}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     again = reload(tmp_path)
     assert not again.mistakes
     assert again.resolved() == spec.resolved()
 
 
-def test_a_renamed_key_of_a_users_own_file_is_refused_with_its_new_name(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text((ROOT / "dags/runs/embedded.yaml").read_text() + "robust: {neighbour: true}\n")
-    with pytest.raises(InvalidInput, match=r"(?s)unknown key `neighbour`.*`neighbour` is now `peer_replica`\.$"):
+@pytest.mark.parametrize(("text", "hint"), [
+    ("robust: {neighbour: false}", "Instead:  robust: {snapshots: local}"),
+    ("robust: {peer_replica: false}", "Instead:  robust: {snapshots: local}"),
+    ("robust: {peer_replica: true}", "Take it out."),
+    ("robust: {restart: task}", "Instead:  robust: {restarts: 0}"),
+    ("timeline: false", "Take it out."),
+    ("training_api: {max_body_mib: 128}", "Take it out."),
+])
+def test_load_refuses_a_removed_key_with_the_line_to_write_instead(tmp_path: Path, text: str, hint: str) -> None:
+    (tmp_path / "run.yaml").write_text(f"{(ROOT / 'dags/runs/embedded.yaml').read_text()}{text}\n")
+    with pytest.raises(InvalidInput, match=f"(?s)unknown key `.*It was removed. {hint}"):
         load("grpo", str(tmp_path / "run.yaml"))
-    with pytest.raises(InvalidInput, match="`neighbour` is now `peer_replica`"):
-        load("grpo", None, ["robust.neighbour=false"])
+
+
+def test_set_refuses_a_removed_key_with_the_line_to_write_instead() -> None:
+    with pytest.raises(InvalidInput, match=r"Instead:  data: \{chat_template_kwargs: \{enable_thinking: false\}\}"):
+        load("grpo", None, ["data.enable_thinking=false"])
 
 
 def test_a_removed_key_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:

@@ -98,7 +98,8 @@ TEMPLATE = "{% for tool in tools %}{{ tool }}{% endfor %}"
 
 @pytest.mark.parametrize(("files", "options", "says"), [
     ({"chat_template.jinja": TEMPLATE}, ["tools=tools"], ""),
-    ({"chat_template.jinja": TEMPLATE}, ["enable_thinking=false"], "does not know `enable_thinking`"),
+    ({"chat_template.jinja": TEMPLATE}, ["chat_template_kwargs={enable_thinking: false}"],
+     "does not know `enable_thinking`"),
     ({"tokenizer_config.json": {"chat_template": TEMPLATE}}, ["tools=tools"], ""),
     ({"tokenizer_config.json": {"chat_template": [{"name": "default", "template": TEMPLATE}]}}, ["tools=tools"], ""),
     ({"tokenizer_config.json": {"chat_template": TEMPLATE}, "chat_template.jinja": "none"}, ["tools=tools"],

@@ -45,7 +45,6 @@ def starved(**more) -> Failure:
     ([failed(), failed(step=0, finished=0), failed(step=3, finished=0)], 20, ""),
     ([failed(), failed(step=4)], 2, ""),
     ([Failure(0, "it broke", "waiting")] * 3, 20, ""),  # a rollout that had no prompt yet
-    ([failed()], None, "the run file says  robust: {restart: task}"),
     ([failed(), failed(step=4), failed(step=5)], 2, "its 2 restarts are used up"),
     ([failed()], 0, "its 0 restarts are used up"),
     ([failed(step=9, finished=8, hopeless=True)], 20, "it would fail the next time too"),
@@ -75,7 +74,7 @@ def starved(**more) -> Failure:
     ([starved(), Failure(0, "the trainer has ended", "waiting"), starved()], 20, ""),
     ([concluding(outside=True), concluding(step=0, finished=0)], 20, ""),
     ([failed(outside=True)] * 3, 2, "its 2 restarts are used up"),
-    ([failed(outside=True)], None, "the run file says  robust: {restart: task}"),
+    ([failed(outside=True)], 0, "its 0 restarts are used up"),
 ])
 def test_what_happens_again_is_a_mistake(failures, budget, why):
     end = stop_reason(tuple(failures), budget)

@@ -145,7 +145,8 @@ class _TokenTrial:
 
     def __init__(self, spec: Spec, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None, records: FirstRecords):
         self.spec, self.tokenizer, self.vocabulary, self.data = spec, tokenizer, vocabulary, spec.run.data
-        self.options, self.given = self.data.for_template, records
+        self.options: dict[str, Any] = self.data.chat_template_kwargs
+        self.given = records
         self.imitates = records.training and self.data.answer in imitated_fields(spec)
         self.refused: dict[int, str] = {}
         found = [self._render(index) for index in range(len(records))]

@@ -254,7 +254,7 @@ class TrainingCalls:
 
     def _encoded(self, question: str) -> list[int]:
         data = self.ctx.spec.run.data
-        tokens = prompt_tokens(self.role.tokenizer, asked_messages(question, data), **data.for_template)
+        tokens = prompt_tokens(self.role.tokenizer, asked_messages(question, data), None, **data.chat_template_kwargs)
         if len(tokens) > data.max_prompt_tokens:
             raise RequestRefused(f"a prompt has {len(tokens)} tokens, and data.max_prompt_tokens is "
                                  f"{data.max_prompt_tokens}: {question[:60]!r}…")

@@ -69,14 +69,13 @@ class _Answer:
 class TrainingServer(HttpServer):
     """Server that puts calls into the queue `calls`, in the order in which they come. `facts`: what `info` says."""
 
-    body_seconds = _BODY_SECONDS
+    max_body, body_seconds = 1 << 30, _BODY_SECONDS
 
     def __init__(self, settings: TrainingApi, folder: Path, step: int, facts: dict[str, Any]):
         self.facts, self.step, self.attempt = facts, step, secrets.token_hex(8)
         self.passes = 0  # calls of forward_backward whose gradient is not applied
         self.calls: queue.SimpleQueue[TrainingCall] = queue.SimpleQueue()
         self.answers: dict[str, _Answer] = {}  # by the call's id
-        self.max_body = int(settings.max_body_mib * 2**20)
         before = _read(folder / ADDRESS)
         self.token = str(before.get("token") or secrets.token_urlsafe(32))
         try:

@@ -123,10 +123,9 @@ def test_an_answer_that_is_begun_is_gone_on_with(chatml):
 
 def test_other_variables_reach_the_template_too(chatml):
     chatml.chat_template = CHATML.replace("assistant\n", "assistant\n{{ reasoning_effort }}")
-    data = Data(train="", chat_template_kwargs={"reasoning_effort": "low"}, enable_thinking=True)
-    assert data.for_template == {"reasoning_effort": "low", "enable_thinking": True}
+    data = Data(train="", chat_template_kwargs={"reasoning_effort": "low", "enable_thinking": True})
     assert chatml.decode(prompt_tokens(chatml, ASKED, reasoning_effort="low")).endswith("assistant\nlow")
-    with pytest.raises(InvalidInput, match=r"`data\.enable_thinking` would change nothing"):
+    with pytest.raises(InvalidInput, match=r"`data\.chat_template_kwargs\.enable_thinking` would change nothing"):
         require_template(chatml, data)
     chatml.chat_template += "{# enable_thinking #}"
     require_template(chatml, data)
@@ -135,13 +134,15 @@ def test_other_variables_reach_the_template_too(chatml):
         require_template(chatml, other)
 
 
-@pytest.mark.parametrize("more", [{"enable_thinking": False}, {"tools": "tools"}])
-def test_what_the_template_does_not_know_is_refused(chatml, embedded, more):
+@pytest.mark.parametrize(("more", "key"), [
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking"),
+    ({"tools": "tools"}, "tools")])
+def test_what_the_template_does_not_know_is_refused(chatml, embedded, more, key):
     chatml.chat_template = THINKING
     require_template(chatml, Data(train="", **more))
     for template in (embedded.chat_template, None):
         embedded.chat_template = template
-        with pytest.raises(InvalidInput, match=rf"`data\.{next(iter(more))}` would change nothing: the tokenizer's"):
+        with pytest.raises(InvalidInput, match=f"`data.{key}` would change nothing: the tokenizer's"):
             require_template(embedded, Data(train="", **more))
 
 

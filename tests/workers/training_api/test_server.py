@@ -29,7 +29,8 @@ class Scripted:
     """A run of one rank that counts what it is asked for; `held` calls are answered when `release` is set."""
 
     def __init__(self, folder, step=0):
-        self.server = TrainingServer(TrainingApi(max_body_mib=0.01), folder, step, {"steps": 100})
+        self.server = TrainingServer(TrainingApi(), folder, step, {"steps": 100})
+        self.server.max_body = 10_485
         self.logprobs = [[-0.25]]
         self.step, self.seen, self.drawn, self.release = step, [], [], threading.Event()
         self.release.set()
@@ -125,7 +126,7 @@ def test_training_server_writes_null_for_numbers_that_are_not_finite(run, client
 
 
 def test_training_server_allocates_no_memory_for_announced_bodies(tmp_path):
-    training = TrainingServer(TrainingApi(max_body_mib=1024), tmp_path, 0, {})
+    training = TrainingServer(TrainingApi(), tmp_path, 0, {})
     head = f"POST /v1/forward HTTP/1.1\r\nAuthorization: Bearer {training.token}\r\nContent-Length: {1 << 30}\r\n" \
            "Expect: 100-continue\r\n\r\n"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
