@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -71,8 +72,7 @@ def _hardware(random: np.random.Generator, devices: int) -> Hardware:
     groups = [_device_group(random, index, count) for index, count in enumerate(machines)]
     if random.random() < 0.2:
         strong = groups[0]
-        groups[0] = DeviceGroup(strong.name, "dominating", strong.zone, 1, strong.each, 20 * strong.peak, strong.memory,
-                                20 * strong.bandwidth, strong.host, strong.inside)
+        groups[0] = replace(strong, kind="dominating", peak=20 * strong.peak, bandwidth=20 * strong.bandwidth)
     between = [[_link(random) for _ in groups] for _ in groups]
     if random.random() < 0.6:  # the same both ways
         between = [[between[min(i, j)][max(i, j)] for j in range(len(groups))] for i in range(len(groups))]
@@ -105,10 +105,8 @@ def _just_fitting(random: np.random.Generator, problem: Problem) -> Problem:
     state = max(20 * task.parameters for task in problem.tasks)
     room = sum(group.memory * group.devices for group in problem.hardware.device_groups)
     factor = float(random.uniform(1.0, 2.5)) * state / room
-    groups = tuple(DeviceGroup(group.name, group.kind, group.zone, 1, group.each, group.peak, group.memory * factor,
-                               group.bandwidth, group.host, group.inside) for group in problem.hardware.device_groups)
-    return Problem(Hardware(groups, problem.hardware.between), problem.tasks, problem.edges, problem.syncs,
-                   problem.mode)
+    groups = tuple(replace(group, memory=group.memory * factor) for group in problem.hardware.device_groups)
+    return replace(problem, hardware=replace(problem.hardware, device_groups=groups))
 
 
 Used = tuple[int, ...]  # devices of each machine

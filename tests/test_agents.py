@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from harness import metrics_of
+from harness import events_of, metrics_of
 
 AGENT = '''
 import hashlib, json, os, sys, time
@@ -67,8 +67,8 @@ def test_agents_are_trained_on_the_tokens_that_they_were_served(launch, workspac
         (workspace / name).write_text(text)
     questions = [json.loads(line)["question"] for line in (workspace / "train.jsonl").read_text().splitlines()]
     assert {sum(question.encode()) % 6 for question in questions} == {0, 1, 2, 3, 4, 5}
-    launch(1, "--dag", "agents.yaml", "--run-file", "tiny.yaml", "--name", "agents", "--set", "steps=2",
-           "--set", "data.batch=5", "--set", "data.max_prompt_tokens=64")
+    launch(1, "--dag", "agents.yaml", "--run-file", "tiny.yaml", "--name", "agents", "steps=2",
+           "data.batch=5", "data.max_prompt_tokens=64")
     folder = workspace / "runs/agents"
     served, trained = ((workspace / name).read_text().splitlines() for name in ("served", "trained"))
     assert sorted(served) == sorted(trained)
@@ -77,7 +77,7 @@ def test_agents_are_trained_on_the_tokens_that_they_were_served(launch, workspac
     assert max(line["mismatch/logprob_max"] for line in metrics.values()) < 1e-4
     failed = sum(line["environment/failed"] for line in metrics.values())
     assert failed == 2 * 5 * 2 - len(served) > 0
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = events_of(folder)
     reasons = [event["reason"] for event in events if event["event"] == "environment_failed"]
     for reason in ("took longer than 40 s", "its command ended with code 1", "the environment variable OPENAI_API_KEY"):
         assert any(reason in each for each in reasons), reasons

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from harness import model_folder
 from test_pages import COMMANDS, block
 
 from distflow.cli import main, runs
@@ -44,10 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new user's folder, with the files that the pages name."""
     place = tmp_path_factory.mktemp("user")
     for name in ("path/to/model", "path/to/Qwen3-0.6B", "path/to/Qwen3-8B", "runs/demo-sft-1/model", "runs/warm/model"):
-        (place / name).mkdir(parents=True)
-        (place / name / "config.json").write_text(json.dumps(MODEL))
-        for file in ("model.safetensors", "tokenizer.json"):
-            (place / name / file).touch()
+        model_folder(place / name, MODEL)
     for name in ("my_run", "my_sft", "one_gpu", "eight_gpus"):
         text = block("yaml", f"# {name}.yaml").replace("rollout: vllm", "rollout: hf")  # vLLM is in few places
         (place / f"{name}.yaml").write_text(text.replace("layouts: {rollout: {tp: 2}}\n", ""))

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from harness import ROOT, metrics_of
+from harness import ROOT, events_of, metrics_of
 
 from distflow.config.load import load
 from distflow.data.batch import Ragged
@@ -43,19 +43,11 @@ def run(workspace, launch):
         shutil.copy(path, workspace)
 
     def run(name, *given):
-        sets = [word for line in given for word in ("--set", line)]
         launch(1, "--dag", str(ROOT / f"examples/{name}/{name}.yaml"), "--run-file", "tiny.yaml", "--name", name,
-               *sets)
+               *given)
         return metrics_of(workspace / "runs" / name)
 
     return run
-
-
-def test_the_reward_pays_for_what_is_near(monkeypatch):
-    reward = module("near_miss").near_miss
-    assert [reward(text, "7 + 5 = 12 #### 12") for text in ("12", "it is 10", "#### 25", "none", "1,012 or 12")] == \
-        [1.0, 0.8, 0.0, 0.0, 1.0]
-    assert reward("#### 32", "#### 12", reach=40) == 0.5
 
 
 def test_the_loss_is_ppos_at_first_and_fades():
@@ -84,7 +76,7 @@ def test_the_hook_and_the_detector_run(run, workspace):
     failed, ready = (workspace / "restarts.log").read_text().splitlines()
     assert failed.startswith("rank 0 failed in step 2: ")
     assert ready == "rank 0 trains again"
-    events = [json.loads(line) for line in (workspace / "runs/restart_log/events.jsonl").read_text().splitlines()]
+    events = events_of(workspace / "runs/restart_log")
     assert {event["what"] for event in events if event["event"] == "long_answers"} == \
         {"answers have grown from 8 to 8 tokens"}
 

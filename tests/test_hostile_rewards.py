@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from harness import metrics_of
+from harness import events_of, metrics_of
 
 FATES = ["fine", "sleeps", "raises", "nan", "forks", "eats", "network", "dies", "fine", "starts"]
 HOSTILE = """
@@ -40,8 +40,8 @@ def hostile(completion, fate: str):
 def broken(completion):
     raise RuntimeError("no compiler")
 """
-ARGUMENTS = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--set", "data.columns=[fate]", "--set", "data.batch=10",
-             "--set", "nodes.rollout.with.group_size=2", "--set", "checkpoint.every=0", "--set", "preflight=false")
+ARGUMENTS = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", "data.columns=[fate]", "data.batch=10",
+             "nodes.rollout.with.group_size=2", "checkpoint.every=0", "preflight=false")
 RECIPE = "nodes.reward.with={reward: hostile, memory_gib: 1, workers: 4}"
 
 
@@ -58,7 +58,7 @@ def hostile(workspace: Path):
 
 
 def test_the_run_goes_on_with_the_others(hostile, launch):
-    done = launch(2, *ARGUMENTS, "--name", "hostile", "--set", "steps=2", "--set", RECIPE)
+    done = launch(2, *ARGUMENTS, "--name", "hostile", "steps=2", RECIPE)
     metrics = metrics_of(hostile / "runs/hostile")
     assert set(metrics) == {1, 2}
     for step in metrics.values():
@@ -68,7 +68,7 @@ def test_the_run_goes_on_with_the_others(hostile, launch):
         assert math.isfinite(step["loss"])
     said = [line for line in (done.stdout + done.stderr).splitlines() if "samples left out: reward `hostile`" in line]
     assert 2 <= len(said) <= 4  # one for each step and rank
-    events = [json.loads(line) for line in (hostile / "runs/hostile/events.jsonl").read_text().splitlines()]
+    events = events_of(hostile / "runs/hostile")
     events = [event for event in events if event["event"] == "reward_failed"]
     reasons = {event["reason"] for event in events}
     for part in ("took longer than 5 s", "raised RuntimeError: no licence", "returned nan", "raised MemoryError",
@@ -79,8 +79,8 @@ def test_the_run_goes_on_with_the_others(hostile, launch):
 
 
 def test_a_reward_that_always_fails_ends_the_run_and_is_named(hostile, launch):
-    done = launch(1, *ARGUMENTS, "--name", "broken", "--set", "steps=9", "--set",
-                  "nodes.reward.with={reward: broken, patience: 2}", code=1)
+    done = launch(1, *ARGUMENTS, "--name", "broken", "steps=9", "nodes.reward.with={reward: broken, patience: 2}",
+                  code=1)
     text = done.stdout + done.stderr
     assert "EVERY ONE of 20 samples left out: reward `broken` raised RuntimeError: no compiler" in text
     assert "no sample of 2 steps in a row has a reward on this rank" in text
@@ -89,7 +89,7 @@ def test_a_reward_that_always_fails_ends_the_run_and_is_named(hostile, launch):
 
 def test_a_source_without_a_reward_is_found_before_the_start(hostile, launch):
     recipe = "{by: fate, rewards: {fine: math, raises: math, nan: math, sleep: math}}"
-    done = launch(1, *ARGUMENTS, "--name", "sources", "--set", f"nodes.reward.with.reward={recipe}", code=None)
+    done = launch(1, *ARGUMENTS, "--name", "sources", f"nodes.reward.with.reward={recipe}", code=None)
     assert done.returncode != 0
     text = done.stdout + done.stderr
     assert "train.jsonl:2: field `fate` is 'sleeps', for which no reward is given" in text

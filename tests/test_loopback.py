@@ -13,26 +13,13 @@ from pathlib import Path
 
 import pytest
 from harness import environment
-from stores import client
 
 from distflow import launch
-from distflow.store.tcp import store_on
+from distflow.telemetry.processes import descendants, parent
 from workers.loopback import create
 
 LOOPBACK = "0100007F"
 """127.0.0.1, as the kernel writes it."""
-
-
-def family_of(root: int) -> dict[int, int]:
-    """A process and all that it started, with the parent of each."""
-    parents = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    family = {root}
-    while more := {child for child, parent in parents.items() if parent in family} - family:
-        family |= more
-    return {process: parents[process] for process in family}
 
 
 def listening(processes: set[int]) -> Iterator[tuple[int, str]]:
@@ -63,10 +50,10 @@ def test_a_run_listens_on_loopback_alone(workspace):
             said.append(each)
             if "step 1/" in each:
                 break
-        family = family_of(run.pid)
+        family = {process: parent(process) for process in descendants(run.pid)}
         found = list(listening(set(family)))
     finally:
-        for process in family_of(run.pid):
+        for process in (*descendants(run.pid), run.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         run.wait()
@@ -94,14 +81,6 @@ def test_gloo_stays_on_a_machine_that_is_alone(monkeypatch, machines, chosen, ex
             monkeypatch.delenv(name)
     launch.stay_on_loopback()
     assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
-
-
-def test_the_store_can_be_used_at_its_address():
-    server = store_on("127.0.0.1")
-    reached = client(server.port)
-    reached.put("key", "value")
-    assert reached.get("key") == "value"
-    assert server.get("key") == b"value"
 
 
 def test_several_machines_are_refused():

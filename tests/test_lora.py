@@ -9,16 +9,16 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-LORA = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--set", "roles.actor.lora={rank: 4}",
-        "--set", "roles.actor.learning_rate=1e-3", "--set", "nodes.update.with.kl=0.1")
+LORA = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", "roles.actor.lora={rank: 4}",
+        "roles.actor.learning_rate=1e-3", "nodes.update.with.kl=0.1")
 ADAPTERS = 2 * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 192))
 
 
 def test_a_run_leaves_a_merged_model_and_an_adapter(launch, workspace):
     """Trained on from a model folder, which stays the base: without a rollout its weights are sharded."""
-    sft = ("--dag", "sft.yaml", "--run-file", "tiny.yaml", "--set", "steps=2")
+    sft = ("--dag", "sft.yaml", "--run-file", "tiny.yaml", "steps=2")
     launch(1, *sft, "--name", "base")
-    launch(2, *sft, "--name", "tuned", "--set", "roles.actor.model=runs/base/model", "--set",
+    launch(2, *sft, "--name", "tuned", "roles.actor.model=runs/base/model",
            "roles.actor.lora={rank: 4, targets: [q_proj, v_proj], rslora: true}")
     folder, tokens = workspace / "runs/tuned", torch.arange(5, 25).reshape(2, 10)
     said = json.loads((folder / "adapter/adapter_config.json").read_text())

@@ -79,11 +79,10 @@ def test_a_machine_that_samples_is_lost_and_another_takes_its_place(cluster):
     assert not [event for event in run.events("failure") if event["group"] == "the machines"]
 
 
-@pytest.mark.parametrize("mode", ["async", "semi_sync"])
-def test_a_machine_that_trains_is_lost_and_one_that_samples_takes_its_place(cluster, mode):
+def test_a_machine_that_trains_is_lost_and_one_that_samples_takes_its_place(cluster):
     """The third one samples on, and what was in the dock is sampled again. There is no checkpoint: the trainer goes on
     from the copy in another machine's memory."""
-    run = cluster(*ASYNC, "--set", f"mode={mode}", "--set", "staleness=3", "--set", "checkpoint={every: 0}", "--set",
+    run = cluster(*ASYNC, "--set", "staleness=3", "--set", "checkpoint={every: 0}", "--set",
                   f"steps={SOME}")
     for name in ("one", "two", "three"):
         run.start(name)

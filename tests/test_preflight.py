@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-RUN = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--set", "steps=1", "--set", "checkpoint.every=0")
+from harness import events_of
+
+RUN = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", "steps=1", "checkpoint.every=0")
 RAISES = """
 from distflow import reward
 
@@ -16,7 +17,7 @@ def brevity(completion, answer):
 
 
 def preflight_of(run: Path) -> dict:
-    found = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    found = events_of(run)
     (event,) = [event for event in found if event["event"] == "preflight"]
     return event
 
@@ -34,7 +35,7 @@ def test_a_run_records_what_it_has_proved(launch, workspace):
 
 def test_a_run_without_preflight_says_so(launch, workspace):
     (workspace / "brevity.py").write_text(RAISES)
-    launch(1, *RUN, "--name", "unproved", "--set", "preflight=false", "--set", "nodes.reward.with.patience=2")
+    launch(1, *RUN, "--name", "unproved", "preflight=false", "nodes.reward.with.patience=2")
     assert preflight_of(workspace / "runs/unproved")["proved"] == {}
 
 
@@ -50,6 +51,6 @@ def test_a_reward_that_always_raises_ends_the_start_before_torch_is_loaded(launc
 
 
 def test_targets_that_are_all_cut_end_the_start_in_the_first_worker(launch, workspace):
-    done = launch(2, "--dag", "sft", "--run-file", "tiny.yaml", "--set", "data.max_target_tokens=2", code=1)
+    done = launch(2, "--dag", "sft", "--run-file", "tiny.yaml", "data.max_target_tokens=2", code=1)
     assert "each of the first 10 records has a target of more than 2 tokens" in done.stdout + done.stderr
     assert not (workspace / "runs").exists()

@@ -63,11 +63,6 @@ def test_ranks_of_several_machines_measure_the_links_between_them() -> None:
     assert sum(kind["count"] for kind in cluster_of_probes("here", devices, links)["machines"].values()) == 3
 
 
-def test_rounds_take_neighbours_and_every_pair_of_machines() -> None:
-    assert list(worker_probe._rounds(["a", "a", "a", "b", "b", "c"])) == [
-        [(0, 1)], [(1, 2)], [(3, 4)], [(0, 3), (1, 4)], [(0, 5)], [(3, 5)]]
-
-
 @pytest.mark.parametrize(("arguments", "says"), [
     (("--out", "nowhere/machines.yaml"), "nowhere/machines.yaml cannot be written: there is no folder"),
     (("--out", "/proc/machines.yaml"), "/proc/machines.yaml cannot be written: /proc is not writable"),

@@ -6,13 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import yaml
-from harness import ROOT
+from harness import ROOT, model_folder
 
-from benchmarks.recipes import GRPO_SETTINGS, RESULTS, Study, drawn, rows_of
+from benchmarks.recipes import GRPO_SETTINGS, RESULTS, rows_of
 from distflow.config.load import load
 from planners import plan
 
@@ -36,11 +35,7 @@ def with_what_it_names(run_file: Path, folder: Path) -> list[str]:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(json.dumps(RECORD) + "\n")
     for role in run["roles"].values():
-        model = folder / role["model"]
-        model.mkdir(parents=True, exist_ok=True)
-        (model / "config.json").write_text(json.dumps(LLAMA))
-        for name in ("model.safetensors", "tokenizer.json"):
-            (model / name).touch()
+        model_folder(folder / role["model"], LLAMA)
     return [f"{key}=some.jsonl" for key, path in named.items() if path.startswith("hf://")]
 
 
@@ -103,37 +98,8 @@ def test_a_recipes_data_is_the_same_each_time_and_holds_out_what_it_says(tasks, 
         assert not set(train) & set(held_out), recipe
 
 
-def test_a_stage_of_a_study_begins_where_the_one_before_has_ended():
-    study = Study("spell_backward", 3)
-    words = " ".join(study.command("grpo"))
-    assert "spell_backward-sft-3/model" in words
-    assert "nodes.reward.with.reward=exact_answer:letters" in words
-    assert "seed=1003" in " ".join(study.command("control"))
-
-
 def test_the_figures_of_the_recipes_are_those_on_record():
     found = json.loads(RESULTS.read_text())
     for recipe, seeds in found.items():
         page = (RECIPES / recipe / "README.md").read_text()
         assert [row for row in rows_of(seeds) if row not in page] == []
-
-
-def test_three_seeds_have_a_mean_with_its_interval():
-    seeds = {str(seed): {"grpo": {"steps": 10, "rows": 80, "tokens": 900, "minutes": 2.0, "curve": [
-        [0, 0.2, 0.1, 0.3], [10, after, after, after]]}} for seed, after in enumerate((0.6, 0.7, 0.8))}
-    assert list(rows_of(seeds))[-1] == "| mean of 3 | GRPO | 10 | 0.200 | 0.700 ± 0.248 | 80 | 900 | 2.0 |"
-    assert len(list(rows_of({seed: seeds[seed] for seed in "01"}))) == 2
-
-
-def test_a_conversing_recipe_evaluates_sampled_and_likeliest_answers():
-    study = Study("calculator", 3)
-    assert {"evaluate-base", "greedy-base", "greedy-grpo"} < set(study.stages)
-    assert "roles.actor.generation.temperature=0.0" in study.command("greedy-grpo")
-    assert study.folder("greedy-base") == Study("calculator", 0).folder("greedy-base")
-
-
-def test_a_curve_has_a_point_for_each_validation():
-    curve = [[0, 0.1, 0.05, 0.2], [10, 0.4, 0.3, 0.5]]
-    picture = ElementTree.fromstring(drawn("a task", {"0": {"sft": {"steps": 10, "curve": curve},
-                                                            "grpo": {"steps": 10, "curve": curve}}}))
-    assert len(picture.findall("{http://www.w3.org/2000/svg}circle")) == 4

@@ -77,24 +77,24 @@ class Case:
 CASES = {
     "sft": Case(("--dag", "sft.yaml", *TINY)),
     "grpo": Case(("--dag", "grpo.yaml", *TINY), one_rank_too=True),
-    "ppo, two trained roles": Case((*PPO, "--set", "validation={data: {heldout: train.jsonl}, every: 2}"),
+    "ppo, two trained roles": Case((*PPO, "validation={data: {heldout: train.jsonl}, every: 2}"),
                                    tuple(f"model-{role}/model.safetensors" for role in ("actor", "critic")),
                                    one_rank_too=True, check=critic_is_saved),
-    "a critic on ranks of its own": Case((*PPO, "--set", "layouts={critic: {first: 1}}"),
+    "a critic on ranks of its own": Case((*PPO, "layouts={critic: {first: 1}}"),
                                          tuple(f"model-{role}/model.safetensors" for role in ("actor", "critic")),
                                          one_rank_too=True),
     "adapters": Case(LORA, ("model/model.safetensors", "adapter/adapter_model.safetensors"), one_rank_too=True,
                      check=adapters_alone_are_saved),
-    "conversations": Case(("--dag", "grpo_tools.yaml", *TINY, "--set", "roles.actor.generation.batch_rows=1")),
+    "conversations": Case(("--dag", "grpo_tools.yaml", *TINY, "roles.actor.generation.batch_rows=1")),
     "dropped rows, weights of training sets": Case((
-        "--dag", "filtered.yaml", *TINY, "--set", "data.train={train.jsonl: 1, more.jsonl: 1}", "--set",
-        "data.columns=[source]"), check=shares_change),
-    "frozen layers": Case(("--dag", "grpo.yaml", *TINY, "--set", "roles.actor.freeze=[embed_tokens.*, layers.0.*]",
-                           "--set", "roles.actor.swap=true"), one_rank_too=True, check=frozen_layers_are_not_saved),
+        "--dag", "filtered.yaml", *TINY, "data.train={train.jsonl: 1, more.jsonl: 1}", "data.columns=[source]"),
+        check=shares_change),
+    "frozen layers": Case(("--dag", "grpo.yaml", *TINY, "roles.actor.freeze=[embed_tokens.*, layers.0.*]",
+                           "roles.actor.swap=true"), one_rank_too=True, check=frozen_layers_are_not_saved),
     "a reference that follows": Case((
-        "--dag", "grpo.yaml", *TINY, "--set", "nodes.update.with.kl=0.5", "--set",
-        "roles.reference.follow={every: 2, mix: 0.3}"), one_rank_too=True, check=reference_moves),
-    "async": Case(("--dag", "grpo.yaml", *TINY, "--set", "mode=async", "--set", "staleness=0"), ()),
+        "--dag", "grpo.yaml", *TINY, "nodes.update.with.kl=0.5", "roles.reference.follow={every: 2, mix: 0.3}"),
+        one_rank_too=True, check=reference_moves),
+    "async": Case(("--dag", "grpo.yaml", *TINY, "mode=async", "staleness=0"), ()),
 }
 COMPARED = ("loss", "policy/kl_reference", "value/loss", "response/fingerprint", "data/share/more")
 WEIGH = """
@@ -116,7 +116,7 @@ def test_killed_and_resumed_equals_never_killed(launch, workspace, name):
     (workspace / "filters.py").write_text(FILTERS + WEIGH)
     (workspace / "filtered.yaml").write_text(FILTERED + WEIGHED)
     (workspace / "more.jsonl").write_text("".join((workspace / "train.jsonl").read_text().splitlines(True)[:7]))
-    run = (*case.arguments, "--set", f"steps={STEPS}", "--set", "all_samples=true")
+    run = (*case.arguments, f"steps={STEPS}", "all_samples=true")
     launch(2, *run, "--name", "whole")
     kill_after(workspace, 5, *run, "--name", "killed")
     launch(2, "--resume", "runs/killed")
@@ -134,7 +134,7 @@ def test_killed_and_resumed_equals_never_killed(launch, workspace, name):
     assert all_samples(killed) == samples
     assert all("completions" in row for row in samples.values()) or name == "sft"
     if case.one_rank_too:
-        launch(1, "--resume", "runs/killed", "--set", f"steps={STEPS + 1}", "--set", "layouts={}")
+        launch(1, "--resume", "runs/killed", f"steps={STEPS + 1}", "layouts={}")
         assert set(metrics_of(killed)) == set(range(1, STEPS + 2))
         assert {step for step, _ in all_samples(killed)} == set(range(1, STEPS + 2))
 
@@ -144,9 +144,9 @@ def test_the_same_command_starts_a_run_or_goes_on_with_it(launch, workspace):
     left, run = workspace / "runs/again", ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "again")
     left.mkdir(parents=True)
     (left / "launch.json").write_text("{}")
-    launch(1, *run, "--resume-if-exists", "--set", "steps=3")
+    launch(1, *run, "--resume-if-exists", "steps=3")
     assert (workspace / "runs/again.1/launch.json").read_text() == "{}", "it had ended before its first checkpoint"
-    said = launch(1, *run, "--resume-if-exists", "--set", "steps=5").stdout
+    said = launch(1, *run, "--resume-if-exists", "steps=5").stdout
     assert "step 4/5" in said
     assert "step 3/5" not in said
     assert set(metrics_of(left)) == set(range(1, 6))
@@ -179,7 +179,7 @@ def test_an_end_that_fails_twice_is_finished_by_the_commands_that_it_names(launc
     dag = (workspace / "grpo.yaml").read_text()
     (workspace / "ends.yaml").write_text(dag.replace("imports: [brevity]", "imports: [brevity, no_room]"))
     run = workspace / "runs/ends"
-    said = launch(1, "--dag", "ends.yaml", *TINY, "--name", "ends", "--set", "steps=2", code=None)
+    said = launch(1, "--dag", "ends.yaml", *TINY, "--name", "ends", "steps=2", code=None)
     assert said.returncode != 0
     failures = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if '"failure"' in line]
     assert [event["verdict"] for event in failures] == ["starts again", "it failed twice in the same place (ending)"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -72,22 +71,14 @@ def test_what_ones_own_filter_raises_names_filter_and_record(file, tmp_path, mon
 
 
 def test_a_run_says_what_its_filters_drop_and_its_functions_are_ones_own(file, tmp_path, monkeypatch):
-    (tmp_path / "my_filters.py").write_text("def odd(record):\n    return int(record['answer']) % 2\n")
+    odd = "def odd(record):\n    return int(record['answer']) % 2\n"
+    (tmp_path / "my_filters.py").write_text(odd)
     monkeypatch.syspath_prepend(tmp_path)
     spec = load("sft", None, [f"data.train={file}", "data.filter=[my_filters:odd, level > 1]", "validation=null"])
     (records,) = open_training_sets(spec.run.data, spec.data_path).values()
     assert [each["answer"] for each in records.get(range(len(records)))] == ["3", "7", "9", "13", "17", "19"]
     (note,) = [note for note in check_data(spec) if "filter" in note]
     assert f"`data.filter` keeps 6 of the 20 records of {file}: `my_filters:odd` drops 10, `level > 1` drops 4" == note
-    (tmp_path / "my_filters.py").write_text("odd = None\n")
-    sys.modules.pop("my_filters")
-    (again,) = open_training_sets(spec.run.data, spec.data_path).values()  # as a forked worker does
-    assert len(again) == 6
     kept = filter_digest(spec.run.data, spec.data_path)
     file.write_text("".join(f"{json.dumps({**each, 'level': 4})}\n" for each in RECORDS))
-    (tmp_path / "my_filters.py").write_text("def odd(record):\n    return int(record['answer']) % 2\n")
-    sys.modules.pop("my_filters", None)
     assert filter_digest(spec.run.data, spec.data_path) != kept
-    sys.modules.pop("my_filters", None)
-    with pytest.raises(InvalidInput, match="must be|is no expression"):
-        load("sft", None, [f"data.train={file}", "data.filter=level >"])

@@ -83,26 +83,6 @@ def test_a_row_outside_of_a_buffer_is_named_before_any_is_copied(copy, width, nu
     assert not target.any()
 
 
-def test_random_rows_are_taken_or_refused_as_one_by_one(copy):
-    random = np.random.default_rng(0)
-    outcomes = set()
-    for _ in range(400):
-        width, rows = int(random.choice([1, 2, 4, 8])), int(random.integers(0, 200))
-        source, target = (random.integers(0, 256, size).astype(np.uint8) for size in random.integers(0, 600, 2))
-        least, most = (0, int(random.choice([2, 8, 300]))) if random.random() < 0.5 else (-3, 3)
-        begin, at, sizes = (random.integers(least, most, rows) for _ in range(3))
-        at = np.where(sizes > 0, sizes.cumsum() - sizes, at)  # rows of one target do not overlap
-        fits = (begin >= 0) & (at >= 0) & (sizes >= 0) & ((begin + sizes) * width <= len(source)) & (
-            (at + sizes) * width <= len(target))
-        before = target.copy()
-        found = copy(source, target, begin, at, sizes, width)
-        outcomes.add(found < 0)
-        assert found == (-1 if fits.all() else fits.argmin())
-        expected = row_by_row(source, before, begin, at, sizes, width) if found < 0 else before
-        np.testing.assert_array_equal(target, expected)
-    assert outcomes == {True, False}
-
-
 def test_a_target_that_cannot_be_written_is_refused(copy):
     source, target = np.ones(64, np.uint8), np.zeros(64, np.uint8)
     runs = [np.zeros(1, np.int64)] * 2 + [np.full(1, 4)]
