@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from harness import SEED_WITH_CLEAR_DRAWS, metrics_of
+from harness import SEED_WITH_CLEAR_DRAWS, lines_of, metrics_of
 
 from distflow.cli import main
 from distflow.config.load import load
@@ -42,50 +42,29 @@ def planned(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]
 
 def rows_of(folder: Path, node: str) -> list[int]:
     """Of each rank, in the first step."""
-    steps = [json.loads(line) for line in (folder / "times.jsonl").read_text().splitlines()]
+    steps = lines_of(folder / "times.jsonl")
     first = sorted((step["rank"], step["nodes"][node][1]) for step in steps if step["step"] == 1)
     return [rows for _, rows in first]
 
 
-def test_a_planned_run_computes_what_an_equal_one_does(launch, workspace, planned):
-    launch(2, *planned, "--name", "planned")
-    launch(2, *GRPO, "--name", "equal")
-    theirs = metrics_of(workspace / "runs/equal")
-    ours = metrics_of(workspace / "runs/planned")
+def test_a_planned_run_computes_what_an_equal_one_does_and_is_resumed_otherwise(launch, workspace, planned, run_once):
+    """By other layouts, of which rank 0 trains and does not sample."""
+    run = workspace / "runs/planned"
+    launch(2, *planned, "--name", "planned", "steps=2")
+    placed = {"rollout": {"rows": [0, 64]}, "reference": {"rows": [8, 56]}, "update": {"rows": [8, 56]}}
+    launch(2, "--resume", "runs/planned", f"layouts={json.dumps(placed)}", "steps=4")
+    ours, theirs = metrics_of(run), metrics_of(run_once(1, *GRPO))
     assert len(ours) == 4
     for step in ours:
         assert ours[step]["response/fingerprint"] == theirs[step]["response/fingerprint"]
         assert ours[step]["loss"] == pytest.approx(theirs[step]["loss"], abs=1e-5)
         assert ours[step]["grad_norm"] == pytest.approx(theirs[step]["grad_norm"], rel=1e-3, abs=1e-5)
-    assert rows_of(workspace / "runs/equal", "rollout") == [32, 32]
     for node in ("rollout", "reference", "update"):
-        quick, slow = rows_of(workspace / "runs/planned", node)
+        quick, slow = rows_of(run, node)
         assert quick + slow == 64
         assert quick >= 2 * slow > 0, node
-
-
-def test_it_is_resumed_as_it_was_placed(launch, workspace, planned):
-    launch(2, *planned, "--name", "planned", "--set", "steps=2")
-    launch(2, "--resume", "runs/planned", "--set", "steps=4")
-    launch(2, *GRPO, "--name", "equal")
-    ours, theirs = (metrics_of(workspace / f"runs/{name}") for name in ("planned", "equal"))
-    assert ours[4]["loss"] == pytest.approx(theirs[4]["loss"], abs=1e-5)
-    assert len(set(rows_of(workspace / "runs/planned", "update"))) == 2
-
-
-def test_it_is_resumed_with_other_layouts(launch, workspace, planned):
-    """By the new ones rank 0 trains and does not sample."""
-    launch(2, *planned, "--name", "planned", "--set", "steps=2")
-    placed = {"rollout": {"rows": [0, 64]}, "reference": {"rows": [8, 56]}, "update": {"rows": [8, 56]}}
-    launch(2, "--resume", "runs/planned", "--set", f"layouts={json.dumps(placed)}", "--set", "steps=4")
-    launch(2, *GRPO, "--name", "equal")
-    ours, theirs = (metrics_of(workspace / f"runs/{name}") for name in ("planned", "equal"))
-    assert ours[4]["loss"] == pytest.approx(theirs[4]["loss"], abs=1e-5)
-    lines = [json.loads(line) for line in (workspace / "runs/planned/times.jsonl").read_text().splitlines()]
-    assert {node: [line["nodes"].get(node, [0, 0])[1] for line in lines if line["rank"] == 0 and line["step"] > 2]
-            for node in ("rollout", "update")} == {"rollout": [0, 0], "update": [8, 8]}
-    folder = yaml.safe_load((workspace / "runs/planned/run.yaml").read_text())
-    assert folder["layouts"]["rollout"]["rows"] == [0, 64]
+    lines = [line["nodes"] for line in lines_of(run / "times.jsonl") if line["rank"] == 0 and line["step"] > 2]
+    assert [(nodes.get("rollout", [0, 0])[1], nodes["update"][1]) for nodes in lines] == [(0, 8)] * 2
 
 
 @pytest.mark.parametrize(("grouping", "inference"), [(((0,), (1, 2)), {}), (((0, 1), (2,)), {"reference": "rollout"})])
@@ -102,24 +81,6 @@ def test_a_plan_with_groups_says_who_trains(launch, workspace, planned, monkeypa
     groups = yaml.safe_load((workspace / "runs/apart/run.yaml").read_text())["groups"]
     assert groups["rollout"] == 1
     assert groups["inference"] == inference
-
-
-def test_a_plan_that_takes_turns_says_that_it_runs_in_mode_sync(planned, capsys):
-    apart = ("--set", "mode=async")
-    assert main(["plan", *GRPO, *apart, "--cluster", "cluster.yaml", "--place"]) == 0
-    assert "all tasks take turns: it runs in mode sync, not async" in capsys.readouterr().out
-
-
-def test_a_plan_for_other_ranks_is_refused_before_anything_starts(launch, workspace, planned):
-    refused = launch(1, *planned, code=1)
-    assert "says the rows of 2 shares, and 1 ranks make 1" in refused.stderr
-    assert not (workspace / "runs").exists()
-
-
-def test_validate_and_plan_show_what_a_plan_does(planned, capsys):
-    assert main(["validate", *planned]) == 0
-    assert main(["plan", *planned]) == 0
-    assert "dp 2, rows " in capsys.readouterr().out
 
 
 def test_a_run_is_reopened_on_the_cluster_that_it_was_started_on(workspace, planned):
