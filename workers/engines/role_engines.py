@@ -67,7 +67,7 @@ class RoleEngines:
         self.seed, self.step, self.stream = spec.run.seed, 0, stream
         self.draw = 0  # of prompts; it is the step's number unless a filter draws again
         self.max_target_tokens = spec.run.data.max_target_tokens
-        self.template_options = spec.run.data.chat_template_kwargs
+        self.template_options: dict[str, Any] = {**spec.run.data.chat_template_kwargs}
         self.source = spec.model_of(name)
         self.generation_config = generation_config_of(spec, self.source, model) if self.head == "lm" else b""
         self._load = functools.partial(load_model, spec, head=self.head)
