@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -78,6 +79,26 @@ def test_shared_engine_failure_reaches_all_callers(rollout, driven):
     assert any(failed)
     with pytest.raises(EngineError, match="its memory is gone"):
         shared.session(key=0).add(shared.rows(PROMPTS.slice(0, 1), 1, torch.arange(1)))
+
+
+def test_shared_engine_that_fails_as_a_row_ends_tells_its_caller_of_both(rollout):
+    shared = SharedEngine(rollout)
+    session = shared.session(key=0)
+    rows = shared.rows(PROMPTS.slice(0, 1), 2, torch.arange(2))
+    session.add(rows)
+    session.ended.put(rows[0])
+    shared.submit(lambda: shared._fail(EngineError("its memory is gone")))
+    shared.drive(lambda: shared.failure is not None)
+    assert session.step() == [rows[0]]
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def hear() -> None:
+        with pytest.raises(EngineError) as error:
+            session.step()
+        said.put(str(error.value))
+
+    threading.Thread(target=hear, daemon=True).start()  # one that waits for ever must not hold up the test
+    assert said.get(timeout=SOON) == "its memory is gone"
 
 
 @pytest.mark.parametrize("failed", [False, True])
