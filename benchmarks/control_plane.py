@@ -27,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,11 +60,12 @@ class CountedTCP(TCPStoreClient):
 
     def __init__(self, port: int):
         Store.__init__(self, f"127.0.0.1:{port}", LIMIT)
-        self.host, self.port, self.server, self.operations = "127.0.0.1", port, None, 0
+        self.host, self.port, self.server = "127.0.0.1", port, None
+        self.operations: Counter[str] = Counter()  # which a part of the store (`below`) counts too
         self.local = threading.local()
 
     def _call(self, function, wait=0.0):
-        self.operations += 1
+        self.operations["all"] += 1
         return super()._call(function, wait)
 
     def _helper(self):
@@ -121,13 +123,13 @@ class Part:
 
     def __enter__(self) -> Part:
         for client in self.clients:
-            client.operations = 0
+            client.operations.clear()
         self.before = self.kept.cpu
         return self
 
     def __exit__(self, *_: object) -> None:
         seconds = self.kept.cpu - self.before
-        operations = [client.operations for client in self.clients]
+        operations = [client.operations["all"] for client in self.clients]
         self.cost = Cost(statistics.mean(operations), max(operations), seconds * self.scale)
 
 
