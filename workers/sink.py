@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,11 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config.loggers import loggers_of
-from distflow.config.spec import Spec
 from distflow.data.batch import Ragged, to_list
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import barrier, gather
 from distflow.errors import quoted
-from distflow.plan import REWARD_PARTS, ROW, Plan
+from distflow.plan import REWARD_PARTS, ROW
 from distflow.recovery.checkpoint_files import set_aside
 from distflow.recovery.detectors import Alert
 from distflow.telemetry import events, timeline, timings
@@ -35,8 +34,10 @@ from distflow.telemetry.progress import StepProgress
 from distflow.telemetry.run_folder import RunFolder, write_samples
 from distflow.telemetry.run_reader import RunReader
 from planners import plan as make_plan
+from workers.context import RankContext
 from workers.engines.role_engines import RoleEngines
 from workers.functions.row_metrics import report_rows
+from workers.train_state import TrainState
 from workers.validation import MISSING, ValidationResult, Validations
 
 _ENDED_EARLY = "ended_early"
@@ -54,12 +55,12 @@ _TOKENS = 512  # first tokens of a response that are there one by one
 class Sink:
     """Writer of the run folder. Collective; rank 0 writes."""
 
-    def __init__(self, spec: Spec, plan: Plan, path: Path, resumed_at: int | None, unconcluded: bool,
-                 validator: Validations | None, save: Callable[[int], None],
-                 trained: Mapping[str, RoleEngines], devices: int):
-        self.run, self.plan, self.path, self.validator, self.save = spec.run, plan, path, validator, save
-        self.unconcluded, self.trained, self.devices = unconcluded, trained, devices
-        again = unconcluded and not self.late
+    def __init__(self, context: RankContext, resumed_at: int | None, validator: Validations | None, state: TrainState,
+                 trained: Mapping[str, RoleEngines]):
+        spec, plan, path = context.spec, context.own, context.path
+        self.run, self.plan, self.path, self.validator, self.save = spec.run, plan, path, validator, state.save
+        self.unconcluded, self.trained, self.devices = state.from_memory, trained, context.plan.ranks
+        again = self.unconcluded and not self.late
         self.folder = RunFolder(path, resumed_at, again, loggers_of(spec.run.log)) if dist.get_rank() == 0 else None
         self.part = path / "samples" / f"rank{dist.get_rank()}.jsonl"
         if self.run.all_samples:

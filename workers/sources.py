@@ -30,7 +30,6 @@ from distflow.telemetry import events
 from distflow.telemetry.metrics import current
 from workers.colocated import ColocatedSource
 from workers.encode import dataloader
-from workers.engines.role_engines import RoleEngines
 from workers.fusion import Fusion
 from workers.rollout_channel import RolloutChannel, SampleTimeout
 from workers.train_context import TrainContext
@@ -43,18 +42,19 @@ class AsyncSource(Dataloader):
 
     starts_passes = False
 
-    def __init__(self, loader: Dataloader, channel: RolloutChannel, plan: Plan, rank: int, staleness: int,
-                 draws: int | None, limit: float, colocated: ColocatedSource | None = None,
-                 fusion: Fusion | None = None, attempt: int = 0):
-        """`draws`: of the whole run; None if it depends on what filters leave. `limit`: seconds to wait for a draw's
-        rows. `colocated` samples on this rank too, until enough rows are there; `fusion` runs nodes on rows that have
-        come. `attempt`: of the trainer."""
+    def __init__(self, loader: Dataloader, ctx: TrainContext, channel: RolloutChannel,
+                 colocated: ColocatedSource | None = None, fusion: Fusion | None = None):
+        """`colocated` samples on this rank too, until enough rows are there; `fusion` runs nodes on rows that have
+        come."""
         super().__init__(loader.records, loader.encode, loader.batch, loader.seed, loader.share, loader.layout,
                          files=loader.files)
-        self.channel, self.plan, self.colocated, self.fusion = channel, plan, colocated, fusion
-        self.rank, self.staleness, self.draws, self.limit = rank, staleness, draws, limit
-        self.dock = channel.dock(f"{TRAINER} {rank}", attempt)
-        self.received = ReceivedColumns(plan, channel.rows)
+        self.channel, self.plan, self.colocated, self.fusion = channel, ctx.plan, colocated, fusion
+        run, self.rank = ctx.spec.run, ctx.rank
+        self.staleness, self.limit = run.staleness, run.wait_limit
+        self.draws = run.steps if all(task.draws == 1 for task in self.plan.tasks) else None
+        """Of the whole run; None if it depends on what filters leave."""
+        self.dock = channel.dock(f"{TRAINER} {self.rank}", ctx.attempt)
+        self.received = ReceivedColumns(self.plan, channel.rows)
         self.leases: list[Lease] = []  # of draws that have been received; rank 0 commits them
         self.rows = Batch(torch.empty(0, dtype=torch.int64))
         self.enqueued = 0  # draws that rollouts may sample
@@ -190,10 +190,10 @@ class UnorderedSource(AsyncSource):
 
     in_order = False
 
-    def __init__(self, *given: Any, drops: bool, trained: Mapping[str, RoleEngines], **named: Any):
-        """`drops`: prompts that are too old, instead of training on them."""
-        super().__init__(*given, **named)
-        self.drops, self.trained = drops, trained
+    def __init__(self, loader: Dataloader, ctx: TrainContext, *given: Any):
+        super().__init__(loader, ctx, *given)
+        self.drops, self.trained = ctx.spec.run.on_stale == "drop", ctx.trained
+        """Whether prompts that are too old are left out, instead of trained on; and the roles that are trained."""
         self.open: dict[int, int] = {}  # how often each prompt was enqueued again, by its position
         self.taken = 0  # leases
         self.ends: list[int] = []  # leases that were taken by the end of each of the last steps
@@ -316,7 +316,7 @@ def source_of(ctx: TrainContext) -> Dataloader:
     channel, plan, run = ctx.channel, ctx.plan, ctx.spec.run
 
     def loader(reader: Plan = plan) -> Dataloader:
-        return dataloader(ctx.spec, ctx.roles[ctx.prompted], plan.source.share(ctx.rank), plan.source, None, reader,
+        return dataloader(ctx.spec, ctx.roles[ctx.prompted], plan.source.share(ctx.rank), plan.source, plan=reader,
                           sampled_elsewhere=channel is not None)
 
     if channel is None:  # mode sync, or nothing is trained: a checkpoint of another mode is only read
@@ -326,8 +326,5 @@ def source_of(ctx: TrainContext) -> Dataloader:
     colocated = ColocatedSource.of(ctx, channel, loader(ctx.context.plan.groups[1].plan)) \
         if run.mode == "semi_sync" else None
     fusion = Fusion(plan, ctx.rank, loader(), channel, run.wait_limit, ctx.executor) if plan.early else None
-    draws = run.steps if all(task.draws == 1 for task in plan.tasks) else None
-    given = (loader(), channel, plan, ctx.rank, run.staleness, draws, run.wait_limit, colocated, fusion, ctx.attempt)
-    if run.on_stale == "wait":
-        return AsyncSource(*given)
-    return UnorderedSource(*given, drops=run.on_stale == "drop", trained=ctx.trained)
+    kind = AsyncSource if run.on_stale == "wait" else UnorderedSource
+    return kind(loader(), ctx, channel, colocated, fusion)

@@ -102,11 +102,9 @@ class TrainContext:
         written = resumed_at if resumed_at is None or not (sampled.found or sampled.turns) else resumed_at + 1
         if run.mode != "sync" and self.attempt > 0:  # the dock has what this rank has sampled
             written = None
-        path = self.context.path
-        trajectories().open(path / f"trajectories/rank{self.rank}.jsonl", run.trajectories, written)
+        trajectories().open(self.context.path / f"trajectories/rank{self.rank}.jsonl", run.trajectories, written)
         validator = self._validator(resumed_at) if run.validation else None
-        return Sink(self.spec, self.plan, path, resumed_at, self.state.from_memory, validator, self.state.save,
-                    self.trained, self.context.plan.ranks)
+        return Sink(self.context, resumed_at, validator, self.state, self.trained)
 
     def _validator(self, resumed_at: int | None) -> Validations:
         run = self.spec.run

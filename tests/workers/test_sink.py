@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,7 +45,9 @@ def sink(alone, tmp_path, monkeypatch):
         spec = load("grpo.yaml", None, ["mode=async", "steps=9", "validation.every=1", "checkpoint.every=0", "log=[]",
                                         f"validation.data={{held: {tmp_path}/held.jsonl}}", *more])
         unconcluded = resumed_at is not None and not concluded
-        return Sink(spec, plan(spec, 2), tmp_path, resumed_at, unconcluded, Rollouts(means), lambda step: None, {}, 2)
+        planned, state = plan(spec, 2), SimpleNamespace(from_memory=unconcluded, save=lambda step: None)
+        context = SimpleNamespace(spec=spec, own=planned, plan=planned, path=tmp_path)
+        return Sink(context, resumed_at, Rollouts(means), state, {})
 
     return make
 

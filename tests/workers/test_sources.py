@@ -85,9 +85,14 @@ def ready(dock: DockClient) -> int:
     return sum(each["indexes"][TRAINER]["ready"] for each in dock.status() if TRAINER in each["indexes"])
 
 
+def context(attempt: int = 0, tasks=(), **settings) -> SimpleNamespace:
+    run = SimpleNamespace(**{"steps": 3, "staleness": 0, "wait_limit": 1.0, "on_stale": "wait", **settings})
+    return SimpleNamespace(plan=SimpleNamespace(tasks=tasks, source=None, ranks=1), rank=0, attempt=attempt,
+                           spec=SimpleNamespace(run=run), trained={"actor": SimpleNamespace(version=0)})
+
+
 def trainer(channel: RolloutChannel, steps: int, attempt: int = 0) -> AsyncSource:
-    plan = SimpleNamespace(tasks=(), source=None, ranks=1)
-    source = AsyncSource(Loader(steps), channel, plan, 0, 0, 3, 1.0, attempt=attempt)
+    source = AsyncSource(Loader(steps), context(attempt), channel)
     source.position = steps * PROMPTS
     return source
 
@@ -125,10 +130,9 @@ def unordered(empty):
     made = []
 
     def make(drops: bool = True, state=None, attempt: int = 0) -> UnorderedSource:
-        task = SimpleNamespace(node="rollout", role="actor", writes=("versions",), arrives=False, out_fan=())
-        plan = SimpleNamespace(tasks=(task,), source=None, ranks=1)
-        source = UnorderedSource(Loader(0), empty, plan, 0, 1, 4, 1.0, attempt=attempt, drops=drops,
-                                 trained={"actor": SimpleNamespace(version=0)})
+        task = SimpleNamespace(node="rollout", role="actor", writes=("versions",), arrives=False, out_fan=(), draws=1)
+        on_stale = "drop" if drops else "keep"
+        source = UnorderedSource(Loader(0), context(attempt, (task,), steps=4, staleness=1, on_stale=on_stale), empty)
         source.at = lambda prompts: prompts
         if state:
             source.load_state_dict(state)
@@ -179,7 +183,7 @@ def test_unordered_source_takes_done_prompts_first_and_resamples_stale_ones(empt
 @pytest.mark.parametrize(("position", "asked"), [(4 * PROMPTS, {8, 9}), (2 * PROMPTS + 1, {6, 7})])
 def test_async_source_resumes_with_another_batch_size(empty, position, asked):
     """Two steps of three are done, by twice as many prompts, or by a number that ends in the middle of a draw."""
-    source = AsyncSource(Loader(0), empty, SimpleNamespace(tasks=(), source=None, ranks=1), 0, 0, 3, 1.0)
+    source = AsyncSource(Loader(0), context(), empty)
     source.load_state_dict({"position": position})
     source.start_at(2)
     source._enqueue_prompts(source.drawn_before)
