@@ -82,7 +82,7 @@ def test_experts_are_named_as_in_a_checkpoint(tmp_path):
 def _told(fails: bool):
     """What each rank hears of two calls; the first rank's second one may fail."""
     share = TPGroup(init_device_mesh("cpu", (1, 1, 1, 2), mesh_dim_names=NAMES))
-    turns = share.broadcast(lambda: [TurnResult("7.", [1, 2], [-0.1, torch.tensor(-1 / 3).item()], [4, 4], False)])
+    turns = share.broadcast(lambda: [TurnResult("7.", [1, 2], [-0.1, torch.tensor(-1 / 3).item()], [4, 4], False, "AAAA")])
 
     def ask():
         if fails:
@@ -99,7 +99,7 @@ def _told(fails: bool):
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_first_rank_tells_the_others(fails):
     results = run_ranks(2, _told, fails)
-    turn = TurnResult("7.", [1, 2], [-0.1, torch.tensor(-1 / 3).item()], [4, 4], False)
+    turn = TurnResult("7.", [1, 2], [-0.1, torch.tensor(-1 / 3).item()], [4, 4], False, "AAAA")
     assert results == [(leads, [turn], "it has ended" if fails else []) for leads in (True, False)]
 
 
