@@ -82,7 +82,8 @@ def test_experts_are_named_as_in_a_checkpoint(tmp_path):
 def _told(fails: bool):
     """What each rank hears of two calls; the first rank's second one may fail."""
     share = TPGroup(init_device_mesh("cpu", (1, 1, 1, 2), mesh_dim_names=NAMES))
-    turns = share.broadcast(lambda: [TurnResult("7.", [1, 2], [-0.1, torch.tensor(-1 / 3).item()], [4, 4], False, "AAAA")])
+    sampled = TurnResult("7.", [1, 2], [-0.1, torch.tensor(-1 / 3).item()], [4, 4], False, "AAAA")
+    turns = share.broadcast(lambda: [sampled])
 
     def ask():
         if fails:
