@@ -127,7 +127,7 @@ def test_models_look_at_prompts_that_are_done_and_not_at_rows_that_were_dropped(
              "fused": (3, ("mode=async", "groups.rollout=1", "layouts.reference.dp=1", "layouts.update.tp=2", killed)),
              "semi_sync": (2, ("mode=semi_sync", "groups.rollout=1")),
              "own ranks": (3, ("mode=async", "groups={rollout: 1, inference: {reference: 1}}")),
-             "own ranks, sync": (3, ("mode=sync", "groups={inference: {reference: 2}}", "layouts.reference.dp=2"))}
+             "own ranks, sync": (3, ("mode=sync", "layouts.reference.first=1"))}
     for name, (ranks, settings) in sides.items():
         launch(ranks, *watched, "--name", name, *settings)
     whole, *others = (metrics_of(workspace / f"runs/{name}") for name in sides)
