@@ -52,8 +52,8 @@ def test_parameters_that_have_no_place():
         entries(model.config, names, Layout(1))
 
 
-@pytest.mark.parametrize(("given", "said"), [({"head": "value"}, "no  head: value"), ({"whole": True}, "no adapters"),
+@pytest.mark.parametrize(("given", "said"), [({"head": "value"}, "no  head: value"),
                                              ({"settings": ranks.settings(lora=Lora())}, "no adapters")])
 def test_heads_and_adapters(given, said):
     with pytest.raises(EngineError, match=said):
-        engine._refuse(**{"settings": ranks.settings(), "head": "lm", "whole": False, **given})
+        engine._refuse(**{"settings": ranks.settings(), "head": "lm", **given})
