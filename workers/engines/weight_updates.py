@@ -93,6 +93,7 @@ class WeightUpdates:
                 self.changed.wait_for(lambda: self.closed, timeout=_RETRY_INTERVAL)
                 return
             self.pulled = weights
+            self.changed.notify_all()
             self.changed.wait_for(lambda: self.pulled is None or self.closed)
 
     def _record_missed(self, newest: str, why: str) -> None:
