@@ -243,7 +243,7 @@ def _quantized(folder: Path, how: Any) -> tuple[str, str, bool]:
     """Return why quantized weights are refused: engines would compute with them as if they were the weights."""
     method = how.get("quant_method") if isinstance(how, dict) else how
     return (f"`{shown(folder)}` has quantized weights (quant_method: {method}), and training needs them whole",
-            "Take the model as it was before, or write it with whole weights by transformers, where it dequantizes "
+            "Take the model that was quantized, or write it with whole weights by transformers, if it dequantizes "
             "this method:  model.dequantize().save_pretrained(…)", True)
 
 

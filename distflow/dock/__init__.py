@@ -19,8 +19,7 @@ So rows may be produced more than once, and are trained on exactly once.
 
     client       what groups call                          selection    consumers, layout, choice of a lease's rows
     index        leases and commits of a consumer, pure    storage      rows in the shard's memory
-    slots        metadata of rows, in arrays               extents      where rows lie, in messages and in memory
-                                                           record_batch batches for the client
+    slots        metadata of rows, in arrays               intervals    sets of numbers, as ranges
     shard_state  storage and indexes of one process, and its updates to the others
     shard        server of a shard_state                   process      the same as a child process
     timeouts     explanations of waits that time out       directory    addresses of the shards, in the store
