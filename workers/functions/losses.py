@@ -10,8 +10,8 @@ policy_gradient        reinforce   `-A * logprobs`                              
 ====================== =========== ===================================================== ==============================
 
 `sg` stops the gradient. Each returns `loss_T`; `ratio_T`, detached, for metrics; and `clipped_T`, bool: a bound was
-active. All tensors are [T] of trained tokens, and gradients flow to `logprobs_T` alone. Log-ratios are clamped to
-+-`LOG_RATIO_LIMIT` before exp; a token beyond that has no gradient.
+active, on a token whose advantage is not 0. All tensors are [T] of trained tokens, and gradients flow to `logprobs_T`
+alone. Log-ratios are clamped to +-`LOG_RATIO_LIMIT` before exp; a token beyond that has no gradient.
 """
 
 import inspect
@@ -116,7 +116,7 @@ def capped_policy_gradient(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tens
     _check_shapes(logprobs_T, old_T, advantages_T)
     ratio_T = _ratio(logprobs_T, old_T).detach()
     loss_T = -ratio_T.clamp(max=1.0 + clip_high) * advantages_T.detach() * logprobs_T
-    return loss_T, ratio_T, ratio_T > 1.0 + clip_high
+    return loss_T, ratio_T, (ratio_T > 1.0 + clip_high) & (advantages_T != 0)
 
 
 def policy_gradient(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -55,6 +55,7 @@ def optimize(engine: RoleEngines, rows: Batch, loss: LossOf, temperature: float 
         current().maximum(f"{prefix}{name}", value)
 
 
+_CLIPPED = ("policy/clip_ratio", "policy/clip_ratio_low", "policy/clip_ratio_high")
 _PER_TOKEN = ("old", "behaviour", "advantages", "weights", "importance", "reference", "high_entropy")
 
 
@@ -91,10 +92,8 @@ class PolicyLoss:
         metrics.add("loss", total.detach() * self.share)
         metrics.mean_of("policy/ratio", ratio_S)
         if clipped_S is not None:
-            metrics.mean_of("policy/clip_ratio", clipped_S)
-            metrics.mean_of("policy/clip_ratio_low", clipped_S & (ratio_S < 1))
-            metrics.mean_of("policy/clip_ratio_high", clipped_S & (ratio_S > 1))
-        metrics.mean_of("policy/entropy", entropy_S.detach())
+            for name, of_bound_S in zip(_CLIPPED, (clipped_S, clipped_S & (ratio_S < 1), clipped_S & (ratio_S > 1))):
+                metrics.mean_of(name, of_bound_S)
         if self.mismatch:
             self.mismatch.add(logprobs_S, columns["behaviour"], lengths_B)
         return total
@@ -142,6 +141,7 @@ def policy_update(
     if versions is not None:
         report_staleness(engine, versions, mask)
     _report_ends(mask)
+    current().mean_of("policy/entropy", -rollout_logprobs.values[mask.values])  # also of rows that are left out below
     columns = {"prompts": prompts, "responses": responses, "behaviour": rollout_logprobs, "mask": mask,
                "old": rollout_logprobs if actor_logprobs is None else actor_logprobs, "advantages": per_token,
                "reference": reference_logprobs, "importance": importance, "images": images,
@@ -199,10 +199,12 @@ def cross_entropy(logprobs_T: Tensor, _entropy_T: Tensor, micro: Batch) -> Tenso
 
 def _with_gradient(rows: Batch) -> Batch:
     """Return the rows that have a gradient, and the first few. Without a KL or entropy term a row whose advantages are
-    all 0 has none."""
-    advantages = rows["advantages"]
+    all 0 has none. No bound is active on its tokens, which count as such."""
+    advantages, mask = rows["advantages"], rows["mask"]
     chosen = torch.zeros(len(rows), dtype=torch.bool)
     chosen[advantages.row_of[advantages.values != 0]] = True
     current().mean("policy/rows_without_gradient", (~chosen).sum(), len(chosen))
     chosen[:_ALWAYS] = True
+    for name in _CLIPPED:
+        current().mean(name, 0.0, (mask.values & ~chosen[mask.row_of]).sum())
     return rows.select(chosen.nonzero().squeeze(1))

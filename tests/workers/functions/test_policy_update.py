@@ -249,6 +249,27 @@ def test_what_the_first_step_says_of_the_mismatch():
     assert seen["staleness/max"] == 2
 
 
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
+def test_entropy_and_clip_ratios_do_not_depend_on_the_rows_that_the_update_leaves_out(loss):
+    """With a KL term no row is left out. Of the rows without advantage half would be clipped if they had any."""
+    rows = [row(float(group % 4 == 3), [-9.0, -0.25 * group], group, [group < 6, True]) for group in range(12)]
+    seen = []
+    for kl in (0.0, 1e-9):
+        reported()
+        role = Table(5)
+        tokens, rollout, mask = (Ragged.from_rows([torch.tensor(each[name]) for each in rows])
+                                 for name in ("tokens", "rollout", "trained"))
+        policy_update(role, tokens, tokens, rollout.with_values(rollout.values.double()),
+                      torch.tensor([each["advantage"] for each in rows]).double(),
+                      torch.tensor([each["group"] for each in rows]), mask, rollout, kl=kl, loss=loss, clip_high=0.5)
+        seen.append(reported())
+    assert (seen[0]["policy/rows_without_gradient"], "policy/rows_without_gradient" in seen[1]) == (0.75, False)
+    names = ("policy/entropy", "policy/clip_ratio", "policy/clip_ratio_low", "policy/clip_ratio_high")
+    assert [seen[0][name] for name in names] == [seen[1][name] for name in names]
+    assert seen[0]["policy/entropy"] == pytest.approx((6 * 9.0 + 0.25 * 66) / 18)
+    assert 0 < seen[0]["policy/clip_ratio"] < 0.25
+
+
 OWN = st.sampled_from([("own_losses:clipped", {"clip": 0.3}, {"loss": "ppo", "clip": 0.3}),
                        ("own_losses:geometric", {"low": 0.1, "high": 0.2},
                         {"loss": "gspo", "clip": 0.1, "clip_high": 0.2})])
