@@ -147,7 +147,7 @@ class Disagreement(DistflowError):
 
 
 class StepFailed(DistflowError):
-    """A detector refuses a step, and its setting `restart` has it repeated. Look at the step's rows, or unset it."""
+    """A detector refuses a step, and `restart` has it repeated. Look at the step's rows, or unset it."""
 
 
 class RewardsFailed(DistflowError):

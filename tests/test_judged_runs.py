@@ -54,7 +54,7 @@ def test_a_loss_that_leaps_is_told_and_the_step_may_be_done_again(launch, worksp
     assert "step 12: grad_norm is" in told.stdout
     for mark in workspace.glob("leapt-*"):
         mark.unlink()
-    again = launch(2, *spiky, "robust.detectors.loss_spike.restart=true", "--name", "again")
+    again = launch(2, *spiky, "robust.detectors.loss_spike=restart", "--name", "again")
     failure, = events_of(workspace / "runs/again", "failure")
     assert failure["what"].startswith("step 12: grad_norm is")
     assert (failure["failed_step"], failure["verdict"]) == (12, "starts again")

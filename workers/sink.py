@@ -21,7 +21,7 @@ from distflow.config.loggers import loggers_of
 from distflow.data.batch import Ragged, to_list
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import barrier, gather
-from distflow.errors import quoted
+from distflow.errors import StepFailed, quoted
 from distflow.plan import REWARD_PARTS, ROW
 from distflow.recovery.checkpoint_files import set_aside
 from distflow.recovery.detectors import Alert
@@ -68,6 +68,7 @@ class Sink:
                 self.part.parent.mkdir(exist_ok=True)
         self.progress = StepProgress(plan.name, spec.run.steps, resumed_at or 0) if self.folder else None
         self.resumed, self.began, self.done = resumed_at is not None, 0.0, resumed_at or 0
+        self.first = self.done + 1  # of this worker
         self.best, self.worse, self.over = self._best_so_far()
         self.validated: dict[str, float] = {}  # what validations have found that detectors have not seen
         self.fault: LearningFault | None = None  # what has ended the run, on rank 0
@@ -161,7 +162,9 @@ class Sink:
             self._say(f"{self.plan.name}  step {done}: {alert.what} (detector `{detector}`)")
 
     def _note_faults(self, done: int, values: dict[str, float]) -> None:
-        """Ask the detectors of learning about a step on rank 0, and end the run on all if one of them is to."""
+        """Ask the detectors of learning about a step on rank 0, and end the run or repeat the step on all, if one of
+        them is to. A repeated step counts as it comes, unless its numbers are not finite."""
+        actions = self.run.robust.detectors
         seen, self.validated = values | self.validated, {}
         found = list(self.learning.look(done, seen)) if self.learning else []
         if found and self.folder:
@@ -169,9 +172,15 @@ class Sink:
         for fault in found:
             self.warn(done, fault.detector, Alert(fault.sentence, fault.facts))
             self._say(f"  probably: {fault.evidence.cause}\n  change: {fault.evidence.remedy}")
-            if self.run.robust.detectors.get(fault.detector) == "stop":
+            if actions.get(fault.detector) == "stop":
                 self.fault = self.fault or fault
-        if "stop" in self.run.robust.detectors.values():
+        if "restart" in actions.values():
+            again = next((each for each in found if actions.get(each.detector) == "restart" and
+                          not (done == self.first and each.evidence.is_finite)), None)
+            failed = f"step {done}: {again.evidence.what} (detector `{again.detector}`: restart)" if again else ""
+            if failed := gather(failed.encode())[0].decode():
+                raise StepFailed(failed)
+        if "stop" in actions.values():
             ended_by = gather((self.fault.detector if self.fault else "").encode())[0].decode()
             self.stopped = bool(ended_by)
             self.over = self.over or (f"detector `{ended_by}`" if ended_by else "")

@@ -68,10 +68,10 @@ class Robust(Document):
     s."""
     machine_silence: float = Field(default=30.0, ge=3)
     """Seconds without a heartbeat until a machine counts as lost (with `--store`)."""
-    detectors: dict[str, Literal["stop", "note", "off"] | dict[str, bool | NonNegativeFloat]] = {}
+    detectors: dict[str, Literal["stop", "note", "off", "restart"] | dict[str, bool | NonNegativeFloat]] = {}
     """Reaction to each fault of learning (docs/learning_faults.md), such as {entropy_collapse: stop}. note: report it.
-    stop: end the run and keep the checkpoint before the fault. off: ignore it. `loss_spike: {restart: true}` repeats
-    the step, once. Other detectors take settings: {stalled: {seconds: 600}}."""
+    stop: end the run and keep the checkpoint before the fault. off: ignore it. restart: repeat the step once, as
+    in {loss_spike: restart}. Other detectors take settings: {stalled: {seconds: 600}}."""
 
     @field_validator("detectors", mode="before")
     @classmethod

@@ -21,10 +21,8 @@ def check_detectors(spec: Spec) -> list[Diagnostic]:
     mistakes: list[Diagnostic] = []
     for name, values in spec.run.robust.detectors.items():
         path = ("robust", "detectors", name)
-        if name in rules and name in known and isinstance(values, str):
-            continue  # says what a fault of learning does; its settings say whether the step is repeated
-        if (name in rules and name not in known) != isinstance(values, str) and name in (*known, *rules):
-            right = "stop   or  note, off" if name in rules else "{SETTING: VALUE}"
+        if (name in rules) != isinstance(values, str) and name in (*known, *rules):
+            right = "stop   or  note, off, restart" if name in rules else "{SETTING: VALUE}"
             mistakes.append(Diagnostic(f"detector `{name}` takes {'a word' if name in rules else 'settings'}",
                                        spec.run_source.location(path), f"detectors: {{{name}: {right}}}"))
             continue

@@ -37,7 +37,6 @@ from typing import Any, Literal, TypeVar, overload
 
 from distflow.config.robust import Phase
 from distflow.telemetry.heartbeat import Heartbeat, Silence
-from distflow.telemetry.learning_series import SPIKE_WINDOW, spike
 
 _ACTIVE = 0.1  # percent of the time; less is noise
 
@@ -272,19 +271,6 @@ def _slowdown(step: StepReport, phase: Phase, rank: int, share: float) -> float:
     if mine - theirs < share * sum(max(seconds for seconds, _ in each) for each in step.compute_seconds.values()):
         return 0.0
     return min(mine / max(theirs, 1e-9), mine / rows / max(each_row, 1e-9))
-
-
-@detector(sees="steps")
-def loss_spike(steps: Sequence[StepReport], *, restart: bool = False) -> Alert | None:
-    """Repeat a step whose loss or gradient norm is a `spike`, if `restart`; else the detector of learning of this name
-    reports it. The window begins again then, so that a second spike is accepted unless it is no finite number."""
-    *before, last = steps
-    for name, value in last.metrics.items() if restart else ():
-        if name.rpartition("/")[2] in ("loss", "grad_norm"):
-            known = [step.metrics[name] for step in before[-SPIKE_WINDOW:] if name in step.metrics]
-            if what := spike(name, known, value):
-                return Alert(what, {"metric": name, "value": value}, name, restart)
-    return None
 
 
 @detector(sees="steps")

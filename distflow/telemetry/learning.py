@@ -62,8 +62,9 @@ class LearningMonitor:
         """Yield what has begun to go wrong with this step."""
         self.series.add(step, metrics)
         for name, rule in RULES.items():
-            early = rule.symptom and step < _SETTLED
-            if early or self.actions.get(name) == "off" or (evidence := rule.look(self.series)) is None:
+            if self.actions.get(name) == "off" or (evidence := rule.look(self.series)) is None:
+                continue
+            if rule.symptom and step < _SETTLED and evidence.is_finite:
                 continue
             begun = step - self.seen.get(name, -_QUIET - 1) > _QUIET
             self.seen[name] = step

@@ -192,7 +192,7 @@ def loss_spike(series: Series) -> Evidence | None:
                             "one batch differs from all others: a reward or an advantage of another scale, a very long "
                             "row, or a number that is nearly infinite", "look at the samples of that step;  "
                             f"roles.{series.trained_role}.max_grad_norm=1.0  bounds what it does, and  "
-                            "robust.detectors.loss_spike={restart: true}  repeats the step", {"now": now})
+                            "robust.detectors.loss_spike=restart  repeats the step", {"now": now})
     return None
 
 

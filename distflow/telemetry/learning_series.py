@@ -200,6 +200,10 @@ class Evidence:
     remedy: str
     figures: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def is_finite(self) -> bool:
+        return all(map(math.isfinite, self.figures.values()))
+
 
 class Rule(NamedTuple):
     """A rule in the table. rows: which samples show what it detects. symptom: whether that may follow from another

@@ -168,7 +168,7 @@ RUNS = [
          others=(6, 7, 8, 9)),
     case("unknown_detector", 6, "second", "detector `stalled` has no setting `second`", "Did you mean `seconds`?",
          others=(5, 7, 8, 9)),
-    case("unknown_detector", 7, "1", "setting `restart` of detector `loss_spike` must be true or false, not 1",
+    case("unknown_detector", 7, "{restart: 1}", "detector `loss_spike` takes a word", "note, off, restart",
          others=(5, 6, 8, 9)),
     case("unknown_detector", 8, "true", "setting `factor` of detector `straggler` must be a number, not true",
          others=(5, 6, 7, 9)),

@@ -1,9 +1,7 @@
-"""Detectors of steps, on steps whose numbers are known: who holds up the others, and which loss leaps."""
+"""Detectors of steps, on steps whose numbers are known: who holds up the others, and which filter drops all."""
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Iterable
 
 import pytest
@@ -53,36 +51,6 @@ def test_of_two_ranks_one_may_be_slow_and_thresholds_are_settings():
 
 def trained(values: Iterable[float], name: str = "loss") -> list[StepReport]:
     return [StepReport(number, {name: value}) for number, value in enumerate(values, 1)]
-
-
-def noise(count: int, middle: float, deviation: float, seed: int = 0) -> list[float]:
-    draw = random.Random(seed)
-    return [draw.gauss(middle, deviation) for _ in range(count)]
-
-
-@pytest.mark.parametrize(("name", "usual", "spike"), [
-    ("loss", noise(30, 0.0, 0.01), 0.5),
-    ("loss", noise(30, 0.0, 0.01), -0.5),
-    ("grad_norm", noise(30, 1.0, 0.1), 15.0),
-    ("value/loss", noise(30, 2.0, 0.1), 9.0),
-    ("loss", [], math.nan),
-    ("grad_norm", noise(3, 1.0, 0.1), math.inf),
-])
-def test_a_spike_is_reported_and_what_follows_is_not(name, usual, spike):
-    steps = trained([*usual, spike, *usual], name)
-    (number, detector_, alert), = alerts(steps, loss_spike={"restart": True})
-    assert (number, detector_, alert.facts["metric"]) == (len(usual) + 1, "loss_spike", name)
-    assert alerts(steps) == [], "the detector of learning of this name reports it"
-
-
-@pytest.mark.parametrize("values", [
-    [*noise(10, 1.0, 0.1), 50.0],
-    [2.0 * 0.98**step for step in range(300)],
-    [0.0] * 100 + [1.0] + [0.0] * 100,
-    [1e-9 * value for value in noise(50, 0.0, 1.0)] + [1e-6],
-], ids=["too early to say", "falling", "one that trained among many that did not", "rounding"])
-def test_what_is_no_spike(values):
-    assert alerts(trained(values), loss_spike={"restart": True}) == []
 
 
 def test_a_detector_of_ones_own_sees_the_steps():

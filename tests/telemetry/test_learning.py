@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+from collections.abc import Iterable
 
 import pytest
 from harness import ROOT
@@ -77,6 +79,39 @@ def test_a_gradient_that_leaps_once_is_named_at_its_step():
     steps[24]["grad_norm"] = 30.0
     fault, = faults_of(steps)
     assert (fault.detector, fault.step) == ("loss_spike", 25)
+
+
+def trained(values: Iterable[float], name: str = "loss") -> list[dict[str, float]]:
+    return [{"step": step, name: value} for step, value in enumerate(values, 1)]
+
+
+def noise(count: int, middle: float, deviation: float, seed: int = 0) -> list[float]:
+    draw = random.Random(seed)
+    return [draw.gauss(middle, deviation) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("name", "usual", "spike"), [
+    ("loss", noise(30, 0.0, 0.01), 0.5),
+    ("loss", noise(30, 0.0, 0.01), -0.5),
+    ("grad_norm", noise(30, 1.0, 0.1), 15.0),
+    ("value/loss", noise(30, 2.0, 0.1), 9.0),
+    ("loss", [], math.nan),
+    ("grad_norm", noise(3, 1.0, 0.1), math.inf),
+])
+def test_a_spike_is_reported_and_what_follows_is_not(name, usual, spike):
+    steps = trained([*usual, spike, *usual], name)
+    fault, = faults_of(steps)
+    assert (fault.detector, fault.step, fault.evidence.metric) == ("loss_spike", len(usual) + 1, name)
+
+
+@pytest.mark.parametrize("values", [
+    [*noise(10, 1.0, 0.1), 50.0],
+    [2.0 * 0.98**step for step in range(300)],
+    [0.0] * 100 + [1.0] + [0.0] * 100,
+    [1e-9 * value for value in noise(50, 0.0, 1.0)] + [1e-6],
+], ids=["too early to say", "falling", "one that trained among many that did not", "rounding"])
+def test_what_is_no_spike(values):
+    assert [each for each in faults_of(trained(values)) if each.detector == "loss_spike"] == []
 
 
 def test_a_part_that_rises_while_another_falls_is_hacked():
