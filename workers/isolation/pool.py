@@ -148,6 +148,7 @@ class CallPool(Generic[C]):
         self.server: Child | None = None
         self.forked: dict[int, C] = {}
         self.to_kill: list[int] = []
+        self.killing = False  # whether a busy child has been ended that may still run: no later request is answered yet
         self.waiting: deque[Any] = deque()
         self.woken = False
         self.selector = selectors.DefaultSelector()
@@ -291,6 +292,7 @@ class CallPool(Generic[C]):
         del self.forked[child.pid]
         child.close()
         self.to_kill.append(child.pid)
+        self.killing |= bool(child.pending)
         if child.pending or len(self.to_kill) >= _KILL_AT:
             self.kill_ended()
 
@@ -307,6 +309,7 @@ class CallPool(Generic[C]):
             reply = b""
         if not reply:
             raise self._lost()
+        self.killing &= not answers
         return msgpack.unpackb(reply)
 
     def _answer(self) -> bytes:
@@ -347,6 +350,7 @@ class CallPool(Generic[C]):
         self.server = None
         self.forked.clear()
         self.to_kill.clear()
+        self.killing = False
 
     def close(self) -> None:
         self.stop()

@@ -263,16 +263,20 @@ class RewardPool(CallPool[RewardProcess]):
             self._record(call, index, FailedSample(reason))
 
     def _start_again(self, error: ForkServerLost) -> None:
-        """Start all children again; calls that were under way run one by one, which shows the one that kills."""
-        for call, message in [answer for child in self._busy() for answer in child.drain() if answer]:
+        """Start all children again. A call has failed if no other can have ended the fork server: none has just
+        answered, and no late one may still run. Else those that ran are run one by one, which shows the one that did.
+        """
+        answers = [answer for child in self._busy() for answer in child.drain() if answer]
+        for call, message in answers:
             self.done(call, message)
         lost = [call for child in self._busy() for call in child.pending.values()]
         running = [call for call in lost if call.deadline < math.inf]
+        suspects = len(running) + len(answers) + self.killing
         self.stop()
-        self.start_failures += not running
+        self.start_failures += not suspects
         if self.start_failures == _MAX_START_FAILURES:
             raise error
-        if len(running) == 1:
+        if running and suspects == 1:
             lost.remove(running[0])
             self.failed(running[0], "its process was killed together with the one that had started it")
         for call in running:

@@ -423,6 +423,16 @@ def test_a_call_that_stops_the_fork_server_costs_its_own_time(run):
     assert results.values[2] != 1.0
 
 
+def test_a_late_call_that_still_stops_the_fork_server_is_blamed_alone(pool, module, monkeypatch):
+    """Once it is late, the third call needs a new process, for which the fork server does not answer."""
+    monkeypatch.setattr("workers.isolation.pool._MOST_STOPS", 1)
+    calls, name = [("stops it for ever", 1.0), ("sleeps", 4.0), ("good", 4.0)], module(HOSTILE)
+    values = pool.run([Job("hostile", name, [[text, ""]], [key], timeout=seconds, retries=0)
+                       for key, (text, seconds) in enumerate(calls)], 60.0).values
+    assert (reason(values[0]), reason(values[1])) == ("took longer than 1 s", "took longer than 4 s")
+    assert values[2] == 1.0
+
+
 def test_what_a_call_has_started_does_not_outlive_a_rank_that_is_killed(module, tmp_path):
     name, marker = module(HOSTILE), str(uuid.uuid4())
     script = (f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
