@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.charts import Axes, picture, text
 from benchmarks.ratio import interval_of
 from benchmarks.runs import ROOT, environment, with_set
 from distflow.telemetry.accuracy import interval
@@ -153,41 +154,22 @@ def _row(seed: str, words: str, done: dict[str, Any], before: str, after: str) -
 
 HEAD = ("| seed | stage | steps | before | after (95% interval) | rows | trained tokens | minutes |",
         "|---|---|---|---|---|---|---|---|")
-WIDTH, HEIGHT, LEFT, BOTTOM = 640, 300, 44, 36
 
 
 def drawn(title: str, seeds: dict[str, dict[str, Any]]) -> str:
     """Return an SVG of the curves of all seeds, GRPO and more SFT beginning where SFT ends, with their intervals."""
     first = max(stages["sft"]["steps"] for stages in seeds.values())
     last = first + max(done["steps"] for stages in seeds.values() for name, done in stages.items() if name != "sft")
-
-    def x(step: float) -> float:
-        return LEFT + (WIDTH - LEFT - 12) * step / last
-
-    def y(value: float) -> float:
-        return 30 + (HEIGHT - BOTTOM - 30) * (1 - value)
-
-    def text(left: float, top: float, words: str, more: str = "") -> str:
-        return f'<text x="{left:.0f}" y="{top:.0f}" {more}>{words}</text>'
-
-    parts = [text(LEFT, 18, title, 'font-weight="bold"'), text(LEFT, HEIGHT - 4, "training steps")]
-    for tick in range(0, 11, 2):
-        parts += [f'<path d="M{LEFT} {y(tick / 10):.1f}H{WIDTH - 12}" stroke="#d0d7de"/>',
-                  text(LEFT - 6, y(tick / 10) + 4, f"{tick / 10:.1f}", 'text-anchor="end"')]
-    parts += [text(x(step), HEIGHT - BOTTOM + 16, str(step), 'text-anchor="middle"') for step in (0, first, last)]
+    axes, bold = Axes(44, 30, 584, 234, last), 'font-weight="bold"'
+    parts = [text(44, 18, title, more=bold), text(44, 296, "training steps"),
+             *axes.grid((0, first, last), (0, 0.2, 0.4, 0.6, 0.8, 1))]
     for number, (stage, (colour, words)) in enumerate(STAGES.items()):
-        parts.append(text(LEFT + 200 + 110 * number, 18, f"— {words}", f'fill="{colour}" font-weight="bold"'))
+        parts.append(text(244 + 110 * number, 18, f"— {words}", more=f'fill="{colour}" {bold}'))
         for done in (stages[stage] for stages in seeds.values() if stage in stages):
             begin = 0 if stage == "sft" else first
-            points = [(x(begin + step), *map(y, values)) for step, *values in done["curve"]]
-            line = " ".join(f"{left:.1f},{middle:.1f}" for left, middle, *_ in points)
-            parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-            parts += [f'<path d="M{left:.1f} {low:.1f}V{high:.1f}" stroke="{colour}" stroke-opacity="0.4"/>'
-                      f'<circle cx="{left:.1f}" cy="{middle:.1f}" r="3" fill="{colour}"/>'
-                      for left, middle, low, high in points]
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
-            f'font-size="12" fill="#57606a"><rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
-            + "\n".join(parts) + "</svg>\n")
+            points = [(begin + step, *values) for step, *values in done["curve"]]
+            parts += [axes.curve((point[:2] for point in points), colour), *axes.dots(points, colour)]
+    return picture(640, 300, parts)
 
 
 def write(found: dict[str, dict[str, dict[str, Any]]], only: Iterable[str]) -> None:

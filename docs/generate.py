@@ -21,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.charts import BLUE, RED, Axes, picture, text  # noqa: E402 - needs the path above
 from distflow.cli.json_schema import KINDS, descriptions, schema  # noqa: E402 - needs the path above
 from distflow.config.run import Run  # noqa: E402
 from distflow.config.yaml_source import Document  # noqa: E402 - needs the path above
@@ -127,12 +128,12 @@ def algorithm_pages() -> dict[str, str]:
         lines = file.read_text().splitlines()
         comment = [line.removeprefix("#").strip() for line in lines if line.startswith("#") and "$schema=" not in line]
         dag = "\n".join(line for line in lines if not line.startswith("#")).strip()
-        picture = ""
+        curve = ""
         if file.stem in curves:
             pages[f"{file.stem}.svg"] = curve_picture(curves[file.stem])
-            picture = _PICTURE.format(name=file.stem, seeds=", ".join(curves[file.stem]),
+            curve = _PICTURE.format(name=file.stem, seeds=", ".join(curves[file.stem]),
                                       steps=max(map(int, next(iter(curves[file.stem].values())))))
-        pages[f"{file.stem}.md"] = _ALGORITHM.format(name=file.stem, about=" ".join(comment), dag=dag, picture=picture)
+        pages[f"{file.stem}.md"] = _ALGORITHM.format(name=file.stem, about=" ".join(comment), dag=dag, picture=curve)
     return pages
 
 
@@ -154,29 +155,17 @@ _ALGORITHM = """# `{name}`
 
 Run it on the embedded task: `distflow run {name}`. Columns and settings of a function: `distflow nodes FUNCTION`.
 {picture}"""
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 260, 46, 14, 34
 
 
 def curve_picture(curves: dict[str, dict[str, float]]) -> str:
-    """Return an SVG with a line for each seed. curves: accuracy by step, by seed. Readable on light and on dark."""
+    """Return an SVG with a line for each seed. curves: accuracy by step, by seed."""
     last = max(int(step) for curve in curves.values() for step in curve)
-    across = lambda step: _LEFT + (_WIDTH - _LEFT - 12) * step / last  # noqa: E731 - two scales of one picture
-    up = lambda value: _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - value)  # noqa: E731
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
-             'font-size="12" fill="#808080">']
-    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
-        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - 12}" y1="{up(tick):.1f}" y2="{up(tick):.1f}" '
-                     f'stroke="#808080" stroke-opacity="0.3"/><text x="{_LEFT - 8}" y="{up(tick) + 4:.1f}" '
-                     f'text-anchor="end">{tick:g}</text>')
-    for step in range(0, last + 1, max(last // 5, 1)):
-        parts.append(f'<text x="{across(step):.1f}" y="{_HEIGHT - 14}" text-anchor="middle">{step}</text>')
-    parts.append(f'<text x="{_WIDTH - 12}" y="{_HEIGHT - 1}" text-anchor="end">step</text>')
+    axes = Axes(46, 14, 582, 212, last)
+    parts = [*axes.grid(range(0, last + 1, max(last // 5, 1)), (0, 0.25, 0.5, 0.75, 1)), text(628, 259, "step", "end")]
     for curve in curves.values():
-        points = [(across(int(step)), up(value)) for step, value in curve.items()]
-        parts.append(f'<polyline fill="none" stroke="#4a7fd6" stroke-width="2" points="'
-                     f'{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#4a7fd6"/>' for x, y in points]
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        points = [(int(step), value) for step, value in curve.items()]
+        parts += [axes.curve(points, BLUE), *axes.dots(points, BLUE)]
+    return picture(640, 260, parts)
 
 
 _PANELS = (("reward/mean", "rate_too_high", "a rate far too high"),
@@ -185,30 +174,21 @@ _PANELS = (("reward/mean", "rate_too_high", "a rate far too high"),
            ("response/truncated", "truncation", "max_new_tokens too short"),
            ("policy/kl_reference", "kl_runs_off", "no KL, a high rate"),
            ("mismatch/logprob_mean", "mismatch", "the rollout is another policy"))
-_ACROSS, _DOWN = 300, 170  # pixels of a panel
 
 
 def health_picture() -> str:
     """Return an SVG of a healthy run's metrics, each next to those of a run with a fault."""
-    runs = json.loads(FAULTS.read_text())
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {3 * _ACROSS} {2 * _DOWN}" '
-             'font-family="sans-serif" font-size="12" fill="#808080">']
+    runs, parts = json.loads(FAULTS.read_text()), []
     for place, (metric, fault, words) in enumerate(_PANELS):
-        left, top = place % 3 * _ACROSS + 40, place // 3 * _DOWN + 40
+        left, top = place % 3 * 300 + 40, place // 3 * 170 + 40
         curves = {color: runs[run]["series"][metric][:32] for color, run in
-                  (("#4a7fd6", "healthy/grpo-1"), ("#d64a4a", f"grpo/{fault}"))}
-        highest = max(value for curve in curves.values() for value in curve)
-        parts.append(f'<text x="{left}" y="{top - 24}">{metric}</text>'
-                     f'<text x="{left}" y="{top - 9}" fill="#d64a4a">{words}</text>'
-                     f'<text x="{left - 5}" y="{top + 5}" text-anchor="end">{highest:.2g}</text>'
-                     f'<text x="{left - 5}" y="{top + 104}" text-anchor="end">0</text>'
-                     f'<path d="M{left} {top}V{top + 100}H{left + 240}" fill="none" stroke="#808080" '
-                     f'stroke-opacity="0.4"/><text x="{left + 240}" y="{top + 115}" text-anchor="end">step 32</text>')
-        for color, curve in curves.items():
-            points = " ".join(f"{left + 240 * step / 31:.1f},{top + 100 * (1 - value / highest):.1f}"
-                              for step, value in enumerate(curve))
-            parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="2" points="{points}"/>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+                  ((BLUE, "healthy/grpo-1"), (RED, f"grpo/{fault}"))}
+        axes = Axes(left, top, 240, 100, 31, max(value for curve in curves.values() for value in curve))
+        parts += [text(left, top - 24, metric), text(left, top - 9, words, more=f'fill="{RED}"'),
+                  text(left - 5, top + 5, f"{axes.highest:.2g}", "end"), text(left - 5, top + 104, "0", "end"),
+                  axes.frame(), text(left + 240, top + 115, "step 32", "end")]
+        parts += [axes.curve(enumerate(curve), color) for color, curve in curves.items()]
+    return picture(900, 340, parts)
 
 
 _ASKED = "--set roles.actor.model=FOLDER: role `actor`: "  # how a message of planning begins

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import distflow  # noqa: E402 - needs the path above
+from benchmarks.charts import BLUE, RED, Axes, picture, text  # noqa: E402 - needs the path above
 from distflow.telemetry.report import write_report  # noqa: E402 - needs the path above
 from distflow.telemetry.watch import RunView, page  # noqa: E402
 
@@ -92,7 +93,7 @@ def watch(scratch: str) -> Path:
     return run.folder
 
 
-_WIDE, _HIGH, _LEFT, _SECONDS = 800, 300, 90, 9  # pixels; how long the animation takes
+_WIDE, _LEFT = 800, 90  # pixels
 _LANES = {"trainer": 240, "rollout": 270}  # where the bars of ranks 0 and 1 are, in pixels from the top
 
 
@@ -111,28 +112,20 @@ def killed_picture(run: Path) -> str:
                 if each["event"] == "worker_ready" and each["rank"] == 1 and each["time"] > died)
     first, last, highest = steps[0][0], steps[-1][0], max(reward for _, reward in steps)
 
-    def across(moment: float) -> float:
-        return _LEFT + (_WIDE - _LEFT - 20) * (moment - first) / (last - first)
-
-    points = " ".join(f"{across(moment):.1f},{210 - 160 * reward / highest:.1f}" for moment, reward in steps)
-    bars = [("trainer", first, last, "#4a7fd6"), ("rollout", first, died, "#4a7fd6"),
-            ("rollout", died, back, "#d64a4a"), ("rollout", back, last, "#4a7fd6")]
-    lanes = "".join(f'<rect x="{across(begin):.1f}" y="{_LANES[name]}" height="16" fill="{color}" '
-                    f'width="{across(end) - across(begin):.1f}"/>' for name, begin, end, color in bars)
-    names = "".join(f'<text x="{_LEFT - 10}" y="{top + 13}" text-anchor="end">{name}</text>'
-                    for name, top in _LANES.items())
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDE} {_HIGH}" font-family="sans-serif" \
-font-size="14" fill="#808080">
-<clipPath id="past"><rect x="{_LEFT}" width="{_WIDE - _LEFT}" height="{_HIGH}"><animate attributeName="width" \
-values="0;{_WIDE - _LEFT};{_WIDE - _LEFT}" keyTimes="0;0.8;1" dur="{_SECONDS}s" \
-repeatCount="indefinite"/></rect></clipPath>
-<text x="{_LEFT}" y="24">reward of {len(steps)} steps in {last - first:.0f} seconds; 0 to {highest:.2f}</text>
-{names}<path d="M{_LEFT} 40V210H{_WIDE - 20}" fill="none" stroke="#808080" stroke-opacity="0.4"/>
-<g clip-path="url(#past)"><polyline fill="none" stroke="#4a7fd6" stroke-width="2" points="{points}"/>{lanes}
-<path d="M{across(died):.1f} 40V286" stroke="#d64a4a" stroke-dasharray="4"/>
-<text x="{across(died) + 8:.1f}" y="232" fill="#d64a4a">killed; back after {back - died:.1f} s</text></g>
-</svg>
-"""
+    axes = Axes(_LEFT, 40, _WIDE - _LEFT - 20, 170, last, highest * 17 / 16, first)
+    bars = [("trainer", first, last, BLUE), ("rollout", first, died, BLUE), ("rollout", died, back, RED),
+            ("rollout", back, last, BLUE)]
+    lanes = [f'<rect x="{axes.x(begin):.1f}" y="{_LANES[name]}" height="16" fill="{color}" '
+             f'width="{axes.x(end) - axes.x(begin):.1f}"/>' for name, begin, end, color in bars]
+    names = [text(_LEFT - 10, top + 13, name, "end") for name, top in _LANES.items()]
+    seen = _WIDE - _LEFT  # pixels that the animation uncovers
+    return picture(_WIDE, 300, [
+        f'<clipPath id="past"><rect x="{_LEFT}" width="{seen}" height="300"><animate attributeName="width" '
+        f'values="0;{seen};{seen}" keyTimes="0;0.8;1" dur="9s" repeatCount="indefinite"/></rect></clipPath>',
+        text(_LEFT, 24, f"reward of {len(steps)} steps in {last - first:.0f} seconds; 0 to {highest:.2f}"),
+        *names, axes.frame(), '<g clip-path="url(#past)">', axes.curve(steps, BLUE), *lanes,
+        f'<path d="M{axes.x(died):.1f} 40V286" stroke="{RED}" stroke-dasharray="4"/>',
+        text(axes.x(died) + 8, 232, f"killed; back after {back - died:.1f} s", more=f'fill="{RED}"'), "</g>"], 14)
 
 
 if __name__ == "__main__":
