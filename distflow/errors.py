@@ -86,9 +86,9 @@ class Diagnostic:
         return "\n".join(part for part in (head, f"\n{excerpt}\n" if excerpt else "", hint) if part).rstrip()
 
 
-def abbreviated(value: object, width: int = _VALUE) -> str:
+def abbreviated(value: object) -> str:
     """Return a value as Python writes it, for a message: of a long one its two ends."""
-    return _clipped(repr(value), width)
+    return _clipped(repr(value), _VALUE)
 
 
 def _clipped(text: str, width: int = _LINE) -> str:

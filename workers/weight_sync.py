@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 import torch.distributed as dist
 
 from distflow.plan import Plan
@@ -39,7 +38,7 @@ class WeightPublication:
             if role.version != self.published.get(name):  # a step may leave nothing to train on
                 with timeline.current().span(timeline.WEIGHTS, "publish", role=name, version=role.version):
                     if name in self.publishers:
-                        dtype = _rollout_dtype(role)
+                        dtype = dtype_of(role.settings, role.engine.mesh.device_type)  # of the rollout
                         sums = role.engine.sums(dtype)
                         if dist.get_rank() == role.writer:
                             self.channel.add_fingerprint(name, role.version, fingerprint_of(sums))
@@ -52,10 +51,6 @@ class WeightPublication:
     def close(self) -> None:
         for publisher in self.publishers.values():
             publisher.close()
-
-
-def _rollout_dtype(role: RoleEngines) -> torch.dtype:
-    return dtype_of(role.settings, role.engine.mesh.device_type)
 
 
 def load_if_newer(updates: WeightUpdates | None, on_new_weights: str, engine: SharedEngine) -> None:

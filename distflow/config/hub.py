@@ -143,16 +143,13 @@ def _explained(name: HubName, error: Exception) -> str:
         case errors.RevisionNotFoundError():
             return f"{kind} `{name.repository}` has no revision `{name.revision}` (a branch, a tag or a commit)"
         case errors.RemoteEntryNotFoundError():
-            return f"data set `{name.repository}` has no file `{name.path}`. {_files_like(name)}"
+            return f"data set `{name.repository}` has no file `{name.path}`. " \
+                   + did_you_mean(name.path, _data_files(name), "It has")
     if constants.HF_HUB_OFFLINE:
         return f"`{name}` is not in the hub's cache on this machine ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE " \
                "forbids to download it"
     return f"`{name}` is not in the hub's cache on this machine, and cannot be downloaded from {constants.ENDPOINT}: " \
            f"{next(iter(str(error.__cause__ or error).splitlines()), '') or type(error).__name__}"
-
-
-def _files_like(name: HubName) -> str:
-    return did_you_mean(name.path, _data_files(name), "It has")
 
 
 def _data_files(name: HubName) -> list[str]:

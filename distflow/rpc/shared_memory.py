@@ -109,12 +109,10 @@ class SharedMemoryPool:
 
     Fresh pages cost six times what warm ones do, so buffers are used again; but not while another process has one
     locked (`flock`). The kernel drops the lock of a process that dies, and memory with the last process that has it.
-    least: bytes of the smallest buffer. keep: how many spare buffers are kept, even if fewer are in use.
-    slack: factor by which a new buffer exceeds the request.
     """
 
-    def __init__(self, name: str, least: int = mmap.PAGESIZE, keep: int = 0, slack: float = 1.0):
-        self.name, self.least, self.keep, self.slack = name, least, keep, slack
+    def __init__(self, name: str):
+        self.name = name
         self.spare: dict[MemoryAddress, numpy.ndarray] = {}
         """In the order in which they were given back."""
         self.used: dict[int, MemoryAddress] = {}
@@ -126,14 +124,14 @@ class SharedMemoryPool:
         when the last view of it is gone."""
         with self.lock:
             address = next((each for each in self._fitting(size) if _is_free(each)), None)
-            address = address or self.add(int(size * self.slack))
+            address = address or self.add(size)
             part = self.lease(address, address.size if whole else size)
-            for surplus in list(self.spare)[: max(0, len(self.spare) - max(self.keep, len(self.used)))]:
+            for surplus in list(self.spare)[: max(0, len(self.spare) - len(self.used))]:
                 self.spare.pop(surplus, None)  # views of a removed buffer keep its memory
         return part
 
     def add(self, size: int) -> MemoryAddress:
-        size = max(size, self.least)
+        size = max(size, mmap.PAGESIZE)
         if not machine_name():
             address, memory = MemoryAddress(os.getpid(), -1, next(_private), size), mmap.mmap(-1, size)
         else:
@@ -153,7 +151,7 @@ class SharedMemoryPool:
         return self.used[memory.ctypes.data]
 
     def _fitting(self, size: int) -> list[MemoryAddress]:
-        found = [each for each in list(self.spare) if size <= each.size <= max(2 * size + mmap.PAGESIZE, self.least)]
+        found = [each for each in list(self.spare) if size <= each.size <= 2 * size + mmap.PAGESIZE]
         return sorted(found, key=lambda address: address.size)
 
     def _give_back(self, address: MemoryAddress, whole: numpy.ndarray) -> None:

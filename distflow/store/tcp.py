@@ -178,11 +178,11 @@ def _get(store: TCPStore, name: str) -> str | None:
     return None if value == _ABSENT else value
 
 
-def store_on(host: str, port: int = 0) -> TCPStore:
-    """Host a TCPStore at one address of the machine. `port` 0: the system chooses. Raises OSError: it cannot listen."""
+def store_on(host: str) -> TCPStore:
+    """Host a TCPStore at an address of the machine; the system chooses the port. Raises OSError: it cannot listen."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - clients do without torch
 
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     with socket.create_server(address, family=family, backlog=_BACKLOG) as listening:
         port = listening.getsockname()[1]
         return TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True,

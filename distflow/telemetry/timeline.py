@@ -115,7 +115,7 @@ class Timeline:
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(exist_ok=True)
             if os.path.getsize(self.path) > _LARGEST:
-                self.path.replace(_older(self.path))
+                self.path.replace(self.path.with_name(f"{self.path.stem}.older.jsonl"))
         steps = [span[2] for span in spans] or [self.step]
         line = {"steps": [min(steps), max(steps)], **self.facts, "time": _now(), "memory": _resident(),
                 "now": self.activity, "spans": spans} | ({"collectives": self.collectives} if self.collectives else {})
@@ -146,10 +146,6 @@ _current = Timeline()
 
 def current() -> Timeline:
     return _current
-
-
-def _older(path: Path) -> Path:
-    return path.with_name(f"{path.stem}.older.jsonl")
 
 
 @dataclass(frozen=True)

@@ -75,12 +75,12 @@ class RunView:
         return typical_seconds(seconds) * (self.steps - self.step) if seconds else None
 
 
-def sparkline(values: list[float], width: int = _SPARK) -> str:
+def sparkline(values: list[float]) -> str:
     """Draw values as bars of eight heights, each the mean of as many values."""
     if not values:
         return ""
-    parts = [values[len(values) * part // width : len(values) * (part + 1) // width] for part in range(width)] \
-        if len(values) > width else [[value] for value in values]
+    parts = [values[len(values) * part // _SPARK : len(values) * (part + 1) // _SPARK] for part in range(_SPARK)] \
+        if len(values) > _SPARK else [[value] for value in values]
     means = [sum(part) / len(part) for part in parts]
     low, high = min(means), max(means)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0

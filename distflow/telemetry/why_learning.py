@@ -58,13 +58,10 @@ def _typical(steps: Sequence[Mapping[str, float]]) -> str:
         values = [line[name] for line in steps if name in line]
         if values:
             said.append(f"{words} {statistics.median(values):.3g}")
-    held_out = next(([line[name] for line in steps if name in line] for name in _validations(steps)), [])
+    sets = sorted({name for line in steps for name in line if name.startswith("validation/")})
+    held_out = [line[sets[0]] for line in steps if sets[0] in line] if sets else []
     learned = f"; held-out {held_out[0]:.3f} → {held_out[-1]:.3f}" if len(held_out) > 1 else ""
     return f"A typical step: {', '.join(said)}{learned}." if said else ""
-
-
-def _validations(steps: Sequence[Mapping[str, float]]) -> list[str]:
-    return sorted({name for line in steps for name in line if name.startswith("validation/")})
 
 
 def _curve(steps: Sequence[Mapping[str, float]], fault: LearningFault) -> str:

@@ -142,9 +142,9 @@ class Program:
         return [option for option in self.options[task]
                 if self.costed.objective.seconds(self.grouping, [*before, option.seconds, *after]) < self.cutoff]
 
-    def solve(self, seconds: float | None = None) -> tuple[list[Option] | None, float]:
-        """Return the options of an answer that undercuts the cutoff (None: there is none, or none was found within
-        `seconds`), and a bound. Raises InvalidInput without scipy."""
+    def solve(self) -> tuple[list[Option] | None, float]:
+        """Return the options of an answer that undercuts the cutoff (None: there is none), and a bound. Raises
+        InvalidInput without scipy."""
         Bounds, LinearConstraint, milp, coo_array = _scipy()
         self.options = [self._promising(task) for task in range(len(self.group_of))]
         if not all(self.options):
@@ -157,9 +157,8 @@ class Program:
         upper[0] = 1 - _BETTER
         cost = np.zeros(len(rows.integral))
         cost[0] = 1.0
-        options = {"mip_rel_gap": 0.0, **({"time_limit": seconds} if seconds else {})}
         result = milp(cost, integrality=rows.integral, bounds=Bounds(0, upper),
-                      constraints=LinearConstraint(matrix, rows.low, rows.high), options=options)
+                      constraints=LinearConstraint(matrix, rows.low, rows.high), options={"mip_rel_gap": 0.0})
         bound = self.cutoff * (1.0 if result.status == 2 else result.mip_dual_bound or 0.0)
         return (None if result.x is None else self._chosen(result.x)), bound
 
@@ -279,12 +278,11 @@ class Proof:
 
 
 def prove(problem: Problem, warm: Placement | None = None, stop: Callable[[], bool] = lambda: False,
-          seconds_each: float | None = None, costed: CostedProblem | None = None) -> Iterator[Proof]:
+          costed: CostedProblem | None = None) -> Iterator[Proof]:
     """Yield ever better bounds and placements, until both are the same: the best of the layouts considered. `stop` is
-    asked after each program. `warm` is an answer to start from; `seconds_each` limits HiGHS for one program. Raises
-    InvalidInput for too many subsets."""
+    asked after each program. `warm` is an answer to start from. Raises InvalidInput for too many subsets."""
     run = _Proof(costed or CostedProblem(problem), warm)
-    for _ in run.steps(seconds_each):
+    for _ in run.steps():
         yield run.state()
         if stop():
             return
@@ -301,21 +299,21 @@ class _Proof:
         best = self.best.seconds if self.best else math.inf
         return Proof(self.best, min([best, self.undecided, *self.left[:1]]), len(self.left), self.programs)
 
-    def steps(self, seconds_each: float | None) -> Iterator[None]:
+    def steps(self) -> Iterator[None]:
         """Decide one grouping after the other, the most promising first."""
         ahead = sorted((Program(self.options, grouping, math.inf).relaxed(),
                         grouping) for grouping in groupings(self.costed.problem))
         self.left = [bound for bound, _ in ahead]
         for bound, grouping in ahead:
             if bound < (self.best.seconds if self.best else math.inf):
-                self._decide(grouping, seconds_each)
+                self._decide(grouping)
             self.left.pop(0)
             yield
 
-    def _decide(self, grouping: Grouping, seconds_each: float | None) -> None:
+    def _decide(self, grouping: Grouping) -> None:
         program = Program(self.options, grouping, self.best.seconds if self.best else self._first())
         self.programs += 1
-        chosen, bound = program.solve(seconds_each)
+        chosen, bound = program.solve()
         found = self._placement(grouping, chosen) if chosen else None
         if found and (self.best is None or found.seconds < self.best.seconds):
             self.best = found

@@ -48,7 +48,8 @@ def blocks_of(subset: DeviceSubset, tp: int, hardware: Hardware) -> DeviceSubset
 
 def every(blocks: DeviceSubset, pp: int) -> Iterator[Arrangement]:
     """Yield all arrangements of all blocks, up to the order of the shares."""
-    dp, kinds = sum(blocks) // pp, sorted(set(permutations(_sequence(blocks), pp)))
+    device_groups = [group for group, count in enumerate(blocks) for _ in range(count)]
+    dp, kinds = sum(blocks) // pp, sorted(set(permutations(device_groups, pp)))
     for chosen in _multisets(kinds, dp, list(blocks)):
         yield tuple(Replicas(kind, chosen.count(kind)) for kind in dict.fromkeys(chosen))
 
@@ -62,10 +63,6 @@ def _multisets(kinds: list[tuple[int, ...]], count: int, left: list[int]) -> Ite
         if all(have >= need for have, need in zip(left, needed)):
             rest = [have - need for have, need in zip(left, needed)]
             yield from ((kind, *more) for more in _multisets(kinds[index:], count - 1, rest))
-
-
-def _sequence(blocks: DeviceSubset) -> list[int]:
-    return [group for group, count in enumerate(blocks) for _ in range(count)]
 
 
 def few(blocks: DeviceSubset) -> bool:

@@ -72,13 +72,12 @@ def runnable(spec: Spec, costed: CostedProblem, found: Iterable[Placement] = ())
 
 
 def search_runnable(spec: Spec, costed: CostedProblem, limited: CostedProblem, seed: int = 0, budget: int = BUDGET,
-                    stop: Callable[[], bool] = lambda: False, quality: float = 0.0,
-                    found: Iterable[Placement] = ()) -> Iterator[Progress]:
+                    stop: Callable[[], bool] = lambda: False, quality: float = 0.0) -> Iterator[Progress]:
     """Yield ever better plans that ranks can run: the one that `runnable` returns, then those of a search of the
     problem `limited` to `run_freedom`; the rest is as of `search`. `stop` ends what is enumerated too, after at least
     one plan. Raises InvalidInput as `runnable`."""
     ranks = ByRanks(spec, costed)
-    begin = best = _enumerated(ranks, ranks.fastest(found), stop)
+    begin = best = _enumerated(ranks, None, stop)
 
     def ended() -> bool:
         return stop() or ranks.hopeless

@@ -19,18 +19,22 @@ from distflow.weights.transport.memory import SharedMemoryTransport
 
 UCX = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed")
 ALL = ["memory", "tcp", pytest.param("ucx", marks=UCX)]
-BETWEEN_MACHINES = {"environ": {"UCX_TLS": "tcp"}}
 WHOLE = 8 << 20
+
+
+def relayed(mover, transport: str) -> tuple:
+    """Return a relay that has a version, and a rollout that is pulling it."""
+    between = {"transport": transport, "environ": {"UCX_TLS": "tcp"}}
+    trainer, relay = mover("publisher", **between), mover("puller", who="relay", **between)
+    trainer.ask("publish", version=1, mib=8)
+    relay.pulls(1, 8)
+    relay.ask("tire", seconds=0.02)
+    return relay, mover("puller", who="a", **between).send("pull", mib=8)
 
 
 @pytest.mark.parametrize("transport", ALL)
 def test_each_moves_weights_and_survives_its_source(mover, events, transport):
-    trainer = mover("publisher", transport=transport, **BETWEEN_MACHINES)
-    relay = mover("puller", who="relay", transport=transport, **BETWEEN_MACHINES)
-    trainer.ask("publish", version=1, mib=8)
-    relay.pulls(1, 8)
-    relay.ask("tire", seconds=0.02)
-    rollout = mover("puller", who="a", transport=transport, **BETWEEN_MACHINES).send("pull", mib=8)
+    relay, rollout = relayed(mover, transport)
     relay.kill()
     assert rollout.answer() == {"version": 1, "right": True}
     assert {tuple(event["transports"]) for event in events("weights_pulled")} == {(transport,)}
@@ -40,12 +44,7 @@ def test_each_moves_weights_and_survives_its_source(mover, events, transport):
 @pytest.mark.parametrize("transport", ALL)
 def test_a_source_that_stands_still_may_wake_up_late(mover, events, transport):
     """Chunks under way must not arrive later: their memory has another use by then."""
-    trainer = mover("publisher", transport=transport, **BETWEEN_MACHINES)
-    relay = mover("puller", who="relay", transport=transport, **BETWEEN_MACHINES)
-    trainer.ask("publish", version=1, mib=8)
-    relay.ask("pull", mib=8)
-    relay.ask("tire", seconds=0.02)
-    rollout = mover("puller", who="a", transport=transport, **BETWEEN_MACHINES).send("pull", mib=8)
+    relay, rollout = relayed(mover, transport)
     relay.stop()
     assert rollout.answer() == {"version": 1, "right": True}
     relay.go_on()

@@ -85,12 +85,6 @@ def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: str | list[Messa
     return _tokens(tokenizer, render_prompt(tokenizer, messages, tools, **options))
 
 
-def whole_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools = None,
-                 **options: Any) -> list[int]:
-    """Return the tokens of a whole conversation, as the chat template renders it."""
-    return _tokens(tokenizer, render_whole(tokenizer, messages, tools, **options))
-
-
 def sampled_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], ends: Collection[int] = ()) -> str:
     """Return the text of sampled tokens: all of them but ends and padding. Tags that are special tokens stay."""
     silent = {*end_tokens(tokenizer, ends), cast(Any, tokenizer.pad_token_id)}

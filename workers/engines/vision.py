@@ -156,7 +156,8 @@ class LibraryProcessor:
 
     def inputs(self, rows: list[Ragged]) -> dict[str, Tensor]:
         """Return the model's inputs for the images of some rows."""
-        found = self._processed([[Image.fromarray(_square(image).numpy()) for image in images.rows] for images in rows])
+        found = self._processed([[Image.fromarray(image.values.view(len(image), -1, 3).numpy())
+                                  for image in images.rows] for images in rows])
         return {name: value for name, value in found.items() if name not in _TEXT}
 
     def _processed(self, rows: list[list[Image.Image]]) -> Any:
@@ -176,11 +177,6 @@ def _unchecked(_: Any, __: str, argument: Any) -> type:
 def _lines(image: Image.Image) -> Ragged:
     values = torch.from_numpy(numpy.array(image)).reshape(-1, 3)
     return Ragged(values, torch.full((image.height,), image.width))
-
-
-def _square(image: Ragged) -> Tensor:
-    """Return the pixels [height, width, 3] of an image."""
-    return image.values.view(len(image), -1, 3)
 
 
 def same_as_previous(images: Ragged) -> Tensor:

@@ -48,12 +48,6 @@ def begin_phase() -> None:
             service.submit(service.begin_phase)
 
 
-def close_all() -> None:
-    for service in _services.values():
-        service.close()
-    _services.clear()
-
-
 Left = tuple[int, tuple[str, ...]]
 """A conversation that was left: its row, and the model's turns so far, of which the last one has no answer."""
 

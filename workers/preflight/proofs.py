@@ -94,7 +94,7 @@ class FirstRecords:
         yield FailedProof(mistake, count < whole if doubt is None else doubt)
 
 
-def first_records(spec: Spec, count: int = FIRST) -> list[FirstRecords]:
+def first_records(spec: Spec) -> list[FirstRecords]:
     """Return the first usable records of each set that a run trains or validates on."""
     data = spec.run.data
     sets = [(records, training_fields(spec), True) for records in open_training_sets(data, spec.data_path).values()]
@@ -102,7 +102,7 @@ def first_records(spec: Spec, count: int = FIRST) -> list[FirstRecords]:
     found = []
     for records, fields, training in sets:
         first = FirstRecords(records, [], [], data, fields, training)
-        found.append(first.of_pairs([*itertools.islice(first.whole_set(), count)]))
+        found.append(first.of_pairs([*itertools.islice(first.whole_set(), FIRST)]))
     return [each for each in found if len(each)]
 
 

@@ -13,12 +13,14 @@ from distflow.errors import InvalidInput
 from workers.engines.chat import (
     TurnTemplate,
     answer_tokens,
+    encode,
     end_tokens,
     imitated_tokens,
     prompt_tokens,
+    render_whole,
     sampled_text,
     template_end,
-    whole_tokens,
+    text_tokens,
 )
 
 THINKS = {"opens_think", "strips_thinking"}  # their prompts, or last answers, have what the whole does not always have
@@ -43,6 +45,15 @@ def conversations(kind: str, begin: bool = True) -> list[list[str]]:
 
 def talk(*texts: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+
+
+def whole_tokens(tokenizer, messages):
+    text = render_whole(tokenizer, messages)
+    return encode(tokenizer, text) if tokenizer.chat_template else text_tokens(tokenizer, text)
+
+
+def learned_of(found):
+    return [token for token, kept in zip(found.target, found.mask) if kept]
 
 
 @kinds
@@ -70,7 +81,7 @@ def test_all_turns_learn_what_the_assistant_said_and_no_more(kind):
     tokenizer = build(kind)
     for texts in conversations(kind):
         found = imitated_tokens(tokenizer, talk(*texts), turns="all")
-        learned = [token for token, kept in zip(found.target, found.mask) if kept]
+        learned = learned_of(found)
         text = tokenizer.decode([token for token in learned if token not in end_tokens(tokenizer)])
         empty = "<think>\n\n</think>\n\n" if kind == "strips_thinking" else ""
         assert "".join(text.split()) == "".join(f"{texts[1]} {empty}{texts[3]}".split())
@@ -84,7 +95,7 @@ def test_answers_of_weight_0_are_not_learned(kind, left_out, said):
     messages = [{**each, "weight": int(place != left_out)} for place, each in enumerate(messages)]
     for turns in ("last", "all"):
         found = imitated_tokens(tokenizer, messages, turns=turns)
-        learned = [token for token, kept in zip(found.target, found.mask) if kept]
+        learned = learned_of(found)
         assert learned[-1] in end_tokens(tokenizer)
         text = tokenizer.decode([token for token in learned if token not in end_tokens(tokenizer)])
         assert text.removeprefix("<think>\n\n</think>\n\n").strip() == said
@@ -104,7 +115,7 @@ def test_all_turns_learn_calls_that_the_template_writes_instead_of_text():
     messages = [{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": "", "tool_calls": [call]},
                 {"role": "tool", "content": "7"}, {"role": "assistant", "content": "It is 7."}]
     found = imitated_tokens(tokenizer, messages, turns="all")
-    learned = [token for token, kept in zip(found.target, found.mask) if kept]
+    learned = learned_of(found)
     assert tokenizer.decode(learned).split() == ["[call]", "add</s>", "It", "is", "7.", "</s>"]
 
 
@@ -112,7 +123,7 @@ def test_answers_that_repeat_what_stands_between_them_are_learned_whole():
     tokenizer = build("letters")
     for said in ("7</s>USER: And?\nASSISTANT: 8", "7</s>"):
         found = imitated_tokens(tokenizer, talk("What?", said, "And?", said, "And?", "9"), turns="all")
-        learned = [token for token, kept in zip(found.target, found.mask) if kept]
+        learned = learned_of(found)
         assert tokenizer.decode(learned).count(said) == 2
 
 

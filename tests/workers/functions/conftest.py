@@ -16,7 +16,18 @@ from workers.isolation import env_service, user_code
 
 
 @pytest.fixture
-def role():
+def close_environments():
+    """`close_environments()`: those that are opened next are in processes of their own."""
+    def close() -> None:
+        for service in env_service._services.values():
+            service.close()
+        env_service._services.clear()
+
+    return close
+
+
+@pytest.fixture
+def role(close_environments):
     """What a conversation needs of a role: a model that samples, by `sampler`, and its tokenizer."""
     tokenizer = build_tokenizer(["a question and an answer"])
     model = build_model(len(tokenizer), 0, layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32)
@@ -31,5 +42,5 @@ def role():
         decode=lambda tokens: [sampled_text(tokenizer, row.tolist(), ends) for row in tokens.rows])
     yield made
     reported()
-    env_service.close_all()
+    close_environments()
     user_code._streaks.clear()

@@ -26,7 +26,6 @@ from workers.engines.rollout import TurnLog
 from workers.functions import conversation
 from workers.functions.conversation import converse
 from workers.functions.trajectory import recorded_in
-from workers.isolation import env_service
 
 SOURCE = '''
 import time
@@ -338,7 +337,7 @@ class Log(TurnLog):
 
 
 @pytest.fixture
-def resumable(role, prompts):
+def resumable(role, prompts, close_environments):
     """Converse with a log, one row at a time, in processes of its own."""
     role.rollout.generation = Generation(max_new_tokens=6, batch_rows=1)
     open_session = role.rollout.session
@@ -350,7 +349,7 @@ def resumable(role, prompts):
             return log.session
 
         role.rollout.session = session
-        env_service.close_all()
+        close_environments()
         return converse_with(role, prompts, **settings)
 
     return run
