@@ -45,6 +45,7 @@ from distflow.options import (  # noqa: E402
     require_no_fewer_steps,
 )
 from distflow.plan import Plan  # noqa: E402
+from distflow.recovery import object_store  # noqa: E402
 from distflow.recovery.checkpoint_files import complete_checkpoints  # noqa: E402
 from distflow.telemetry import startup  # noqa: E402
 from distflow.telemetry.events import leave, show  # noqa: E402
@@ -239,6 +240,8 @@ def resume_if_exists(spec: Spec, options: argparse.Namespace) -> Spec:
         raise InvalidInput("--resume-if-exists needs a --name, and neither --resume nor --store:  --name grpo-1 "
                            "--resume-if-exists")
     folder = Path(spec.run.output, options.name)
+    if spec.run.checkpoint.to:
+        object_store.fetch_once(folder, spec.run.checkpoint.to)
     if complete_checkpoints(folder / "checkpoints"):
         options.resume = str(folder)
         return load_spec(options)
@@ -255,7 +258,12 @@ def choose_folder(spec: Spec, name: str, options: argparse.Namespace, rank: int)
     """Return the run's folder on rank 0; None on other ranks, which learn it from the store."""
     if rank > 0:
         return None
-    return Path(options.resume) if options.resume else choose(spec.run.output, name, options.name)
+    if options.resume:
+        return Path(options.resume)
+    folder = choose(spec.run.output, name, options.name)
+    if spec.run.checkpoint.to:
+        object_store.require_free(folder, spec.run.checkpoint.to)
+    return folder
 
 
 def prove_inputs(spec: Spec, starts: bool) -> Preflight | None:

@@ -15,6 +15,7 @@ from distflow.config.load import load_for_planning, unbounded_faults
 from distflow.config.spec import Spec
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Plan
+from distflow.recovery import object_store
 from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
 from distflow.recovery.fault_injection import injected
 from distflow.telemetry.run_folder import choose, reload_run, unwritable
@@ -93,6 +94,16 @@ def load_spec(options: argparse.Namespace) -> Spec:
     if not options.dag:
         raise InvalidInput(Diagnostic("which DAG?", None, f"Give one:  {command('grpo')}"))
     return load_for_planning(options.dag, options.run, options.overrides, options.cluster)
+
+
+def load_newest(options: argparse.Namespace) -> Spec:
+    """Load the spec of a run to continue, named by its folder or its address in an object store, after fetching the
+    newest checkpoint from there."""
+    if "://" in options.resume:
+        options.resume = str(object_store.fetch(options.resume))
+    elif to := reload_run(folder := Path(options.resume), options.overrides).run.checkpoint.to:
+        object_store.fetch(object_store.url_of(folder, to), folder)
+    return load_spec(options)
 
 
 def require_no_fewer_steps(spec: Spec, folder: str) -> int:

@@ -58,7 +58,7 @@ class Sink:
     def __init__(self, context: RankContext, resumed_at: int | None, validator: Validations | None, state: TrainState,
                  trained: Mapping[str, RoleEngines]):
         spec, plan, path = context.spec, context.own, context.path
-        self.run, self.plan, self.path, self.validator, self.save = spec.run, plan, path, validator, state.save
+        self.run, self.plan, self.path, self.validator, self.state = spec.run, plan, path, validator, state
         self.unconcluded, self.trained, self.devices = state.from_memory, trained, context.plan.ranks
         again = self.unconcluded and not self.late
         self.folder = RunFolder(path, resumed_at, again, loggers_of(spec.run.log)) if dist.get_rank() == 0 else None
@@ -192,7 +192,7 @@ class Sink:
         self._note_validations(done)
         last, every = bool(self.over) or done == self.run.steps, self.run.checkpoint.every
         if every and (last or done % every == 0) and not self.stopped:
-            self.save(done)
+            self.state.save(done)
         self.done, self.began = done, time.perf_counter()
         events.current().step = done + 1
         return last
@@ -227,6 +227,7 @@ class Sink:
     def _leave_checkpoint(self, fault: LearningFault) -> None:
         """Set aside the checkpoints since the fault began, and say how to go on from the one before."""
         left, since = set_aside(self.path / "checkpoints", fault.evidence.since), fault.evidence.since
+        self.state.upload()  # which removes the copies of these
         go_on = f"from the checkpoint after step {left}:  distflow resume {quoted(self.path)} --set …" if left else \
             f"it has no checkpoint from before step {since} (checkpoint.every): start it again, changed"
         self._say(f"{self.plan.name}: ended by detector `{fault.detector}`: {fault.sentence}.\n"

@@ -237,6 +237,7 @@ class TrainContext:
                 self.state.save(done)
             self.state.before_update()  # the copy is complete then
         self.state.finish()
+        self.state.stop_uploads()
         self.sink.flush()
         dist.barrier()  # the supervisor of a rank that has left ends the others
         if self.stopping:
@@ -252,6 +253,7 @@ class TrainContext:
         with Watch(self.status, "ending the run", "at the end of the run", "ending"), peer_errors():
             self.state.finish()
             self.sink.close()
+            self.state.settle_uploads()
             dist.barrier()  # a rank that leaves early tears the group down under the others
         return True
 

@@ -20,9 +20,11 @@ import torch.distributed as dist
 
 from distflow.config.run import Checkpoint
 from distflow.data.dataloader import Dataloader
+from distflow.data.exchange import gather_values
 from distflow.errors import CheckpointError
 from distflow.recovery.checkpoint import Checkpoints
 from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
+from distflow.recovery.object_store import Uploads
 from distflow.recovery.restore import FetchedShard, fetch_shard
 from distflow.recovery.snapshots import Slot, Snapshots, StateShard
 from distflow.recovery.worker_process import WorkerContext
@@ -46,7 +48,10 @@ class TrainState:
         group = dist.new_group(backend="gloo", timeout=timeout) if settings.every else None  # for a thread of its own
         assert not isinstance(group, int), "all ranks are in it"
         self.checkpoints = Checkpoints(folder, settings.keep, group)
-        self.in_memory = worker_context is not None
+        self.uploads = Uploads(folder.parent, settings.to) if settings.to and dist.get_rank() == 0 else None
+        if self.uploads:
+            self.checkpoints.spared = lambda uploads=self.uploads: uploads.current
+        self.to, self.in_memory = settings.to, worker_context is not None
         self.worker_context = worker_context or WorkerContext(snapshots=Snapshots(slots=1))
         self.snapshots, self.replica = self.worker_context.snapshots, self.worker_context.peer_replica
         self.swaps = any(role.engine_swap is not None and role.engine_swap.swap for role in roles.values())
@@ -112,6 +117,21 @@ class TrainState:
                       file=sys.stderr, flush=True)
         self.snapshots.held.remove(slot)
 
+    def upload(self) -> None:
+        """Begin to copy the newest checkpoint to the object store, if the run has one and this is its first rank."""
+        if self.uploads:
+            self.uploads.begin(self.checkpoints.generation)
+
+    def settle_uploads(self) -> None:
+        """Wait for the last upload. Collective; no rank waits long in one collective, whose time is limited."""
+        while self.to and not all(gather_values(not self.uploads or self.uploads.over(1.0))):
+            continue
+
+    def stop_uploads(self) -> None:
+        """End the upload in progress, unless it ends in a few seconds: this worker has no more time."""
+        if self.uploads:
+            self.uploads.stop()
+
     def restore(self) -> int:
         """Load the newest state that is complete on all ranks, in memory or on disk. Return how many steps are done, 0
         if there is no state. Raises CheckpointError; Disagreement if the ranks do not see the same files."""
@@ -167,6 +187,7 @@ class TrainState:
         self.checkpoints.save(step, self.snapshots.view(slot, state), progress)
         timeline.current().add(timeline.CHECKPOINTS, "checkpoint", began, step)
         record("checkpoint_written", of_step=step, seconds=round((timeline.now() - began) / 1e6, 3))
+        self.upload()
         return progress
 
     def _state(self) -> dict[str, Any]:

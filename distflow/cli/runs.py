@@ -20,7 +20,7 @@ from distflow.options import (
     add_unbounded_faults,
     check,
     gpu_count,
-    load_spec,
+    load_newest,
     rank_count,
     require_no_fewer_steps,
 )
@@ -119,8 +119,11 @@ def _set_arguments(overrides: list[str]) -> list[str]:
     return [part for override in overrides for part in ("--set", override)]
 
 
+_RUN_HELP = "the run's folder, as runs/grpo-1, or its place in an object store, as s3://BUCKET/FOLDER/grpo-1"
+
+
 def _add_resume_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("resume", metavar="RUN", help="the run's folder, as runs/grpo-1")
+    parser.add_argument("resume", metavar="RUN", help=_RUN_HELP)
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
                         help="override one value, as steps=200 to go on for longer")
     parser.add_argument("--cluster", metavar="FILE", help="where it goes on, if not where it was")
@@ -130,7 +133,7 @@ def _add_resume_arguments(parser: argparse.ArgumentParser) -> None:
 def resume(options: argparse.Namespace) -> int:
     if held := in_use(Path(options.resume)):
         raise refusal(Path(options.resume), held)
-    spec = load_spec(options)
+    spec = load_newest(options)
     done = require_no_fewer_steps(spec, options.resume)
     if done == spec.run.steps and Path(options.resume, SUMMARY).is_file():
         print(f"{options.resume} has finished: its {done} steps are done. To train for longer:  "
@@ -158,7 +161,7 @@ def _resumed_rank_count(options: argparse.Namespace, spec: Spec) -> int:
 
 
 def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("resume", metavar="RUN", help="the run's folder, as runs/grpo-1")
+    parser.add_argument("resume", metavar="RUN", help=_RUN_HELP)
     parser.add_argument("folder", nargs="?", metavar="FOLDER",
                         help="folder to make, with the model in its folder model/; default: the run's own folder")
     parser.add_argument("--push", metavar="OWNER/NAME",
@@ -170,13 +173,13 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export(options: argparse.Namespace) -> int:
     ranks = options.ranks or 1
-    folder, run = Path(options.folder or options.resume), Path(options.resume)
     if options.push:
         check_push(options.push)
     elif options.private:
         raise InvalidInput("--private says who sees what is uploaded, and nothing is:  --push OWNER/NAME --private")
     options.overrides = ["mode=sync", "groups={}"]  # a rollout has no training state to write
-    spec = load_spec(options)
+    spec = load_newest(options)
+    folder, run = Path(options.folder or options.resume), Path(options.resume)
     plan(spec, ranks)
     names = ["model", *(f"model-{name}" for name, role in spec.dag.roles.items() if role.trained)]
     _check_export_folder(folder, run, names)

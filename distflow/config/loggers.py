@@ -79,12 +79,19 @@ class Wandb(Document):
     """Project of the run, which has the name of its folder there."""
     entity: str | None = None
     """Team or user; default: the login's."""
-    group: str | None = None
-    """Runs of one group are shown together."""
-    tags: list[str] = []
-    """Tags of the run."""
     mode: Literal["online", "offline"] | None = None
     """offline: write RUN/wandb, for `wandb sync`; default: WANDB_MODE, else online."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed(cls, value: Any) -> Any:
+        """Drop removed keys that say nothing, as the folders of older runs have them."""
+        for key, variable in (("group", "WANDB_RUN_GROUP"), ("tags", "WANDB_TAGS")):
+            if isinstance(value, dict) and key in value:
+                if value[key]:
+                    raise ValueError(f"`{key}` is W&B's own environment variable now. Instead:  export {variable}=…")
+                value = {name: each for name, each in value.items() if name != key}
+        return value
 
 
 class Mlflow(Document):

@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from distflow.config.expressions import OWN_FILTER, expression, fields_by_column
+from distflow.config.extras import require_file_system
 from distflow.config.groups import Groups
 from distflow.config.loggers import LoggerSettings, loggers_of, require_logger
 from distflow.config.robust import Fault, Robust
@@ -347,6 +348,16 @@ class Checkpoint(Document):
     """Steps between two checkpoints; 0: none."""
     keep: PositiveInt = 2
     """Newest checkpoints that stay on disk."""
+    to: str | None = None
+    """Object store that gets a copy of each, such as s3://BUCKET/FOLDER, below the run's name; `distflow resume
+    s3://BUCKET/FOLDER/RUN` continues on another machine (docs/failures.md). What fsspec knows: s3, gs, hdfs, file."""
+
+    @field_validator("to")
+    @classmethod
+    def _is_known(cls, value: str | None) -> str | None:
+        if value is not None:
+            require_file_system(value)
+        return value
 
 
 class Parallel(Document):

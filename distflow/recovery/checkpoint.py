@@ -107,6 +107,8 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None = None):
         self.folder, self.keep, self.group = folder, keep, group
         self.generation = generations.TrainerGeneration()
+        self.spared: Callable[[], Path | None] = lambda: None
+        """Returns a checkpoint that is being read, and is not removed before the next save."""
 
     def claim(self, job: str, round: int, attempt: int) -> None:
         """Claim the folder for this trainer. Collective; raises Superseded or CheckpointError on every rank."""
@@ -166,7 +168,8 @@ class Checkpoints:
         generations.commit(final, self.generation)
         with contextlib.suppress(CheckpointError):  # one cannot be read now: old ones are removed after the next save
             for old in complete_checkpoints(self.folder)[: -self.keep]:
-                _remove(old)
+                if old != self.spared():
+                    _remove(old)
 
     def _run_on_first_rank(self, final: Path, act: Callable[[], None]) -> None:
         trouble, kind = "", CheckpointError

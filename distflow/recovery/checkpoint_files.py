@@ -64,19 +64,26 @@ def step_of(checkpoint: Path) -> int:
 def read_progress(checkpoint: Path) -> dict[str, Any] | None:
     """Return a checkpoint's commit record; None if it is not complete. Raises CheckpointError: it cannot be read."""
     try:
-        progress = json.loads((checkpoint / PROGRESS).read_bytes())
-        files = progress.get(FILES) if isinstance(progress, dict) else None
-        if not isinstance(files, dict):
-            return None
-        if (CHECKSUM in progress or CHECKSUMS in progress) and progress.get(CHECKSUM) != _sealed(progress):
-            return None
+        progress = parse_progress((checkpoint / PROGRESS).read_bytes())
         # A network file system may have shown the writer less than the file's size, never more.
-        there = all((checkpoint / name).stat().st_size >= size for name, size in files.items())
+        there = progress and all((checkpoint / name).stat().st_size >= size for name, size in progress[FILES].items())
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         return None
     except OSError as error:
         raise _unreadable(checkpoint, error) from error
     return progress if there else None
+
+
+def parse_progress(content: bytes) -> dict[str, Any] | None:
+    """Return the commit record that a file contains; None if it is damaged."""
+    try:
+        progress = json.loads(content)
+    except ValueError:
+        return None
+    if not isinstance(progress, dict) or not isinstance(progress.get(FILES), dict):
+        return None
+    sealed = CHECKSUM in progress or CHECKSUMS in progress  # older versions wrote neither
+    return None if sealed and progress.get(CHECKSUM) != _sealed(progress) else progress
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:

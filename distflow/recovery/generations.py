@@ -70,6 +70,13 @@ def claim(folder: Path, job: str, round: int, attempt: int) -> TrainerGeneration
     return mine
 
 
+def adopt(folder: Path, generation: TrainerGeneration) -> None:
+    """Leave the claim of a trainer that has written elsewhere what was fetched into the folder; later ones are newer.
+    """
+    _claim(folder, generation).parent.mkdir(parents=True, exist_ok=True)
+    _claim(folder, generation).touch()
+
+
 def require_newest(folder: Path, mine: TrainerGeneration) -> None:
     """Raise `Superseded` if a newer trainer has claimed the folder."""
     newest = max(_claims(folder), default=mine)

@@ -100,12 +100,12 @@ class TensorboardLogger(Logger):
 
 
 class WandbLogger(Logger):
-    def __init__(self, run: LoggedRun, project: str = "distflow", entity: str | None = None, group: str | None = None,
-                 tags: Sequence[str] = (), mode: str | None = None):
+    def __init__(self, run: LoggedRun, project: str = "distflow", entity: str | None = None,
+                 mode: str | None = None):
         import wandb
 
         self.wandb = wandb
-        self.run = wandb.init(project=project, entity=entity, group=group, tags=list(tags), name=run.folder.name,
+        self.run = wandb.init(project=project, entity=entity, name=run.folder.name,
                               id=run.id or None, resume="allow", dir=str(run.folder.absolute()),
                               config=dict(run.settings), mode=mode,  # pyright: ignore[reportArgumentType]
                               settings=wandb.Settings(console="off", silent=True))

@@ -32,6 +32,7 @@ _SPARK = 30  # columns of a curve
 _RANKS = 24  # most ranks that have a row
 _FAILURES = 6  # newest events that are shown
 _SHOWN = {"failure", "fault_injected", "left_out", "worker_started", "settings_changed", "checkpoint_damaged",
+          "checkpoint_upload_failed",
           "reward_failed", "environment_failed", "weights_source_lost", "weights_late"}
 
 

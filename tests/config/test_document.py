@@ -42,7 +42,7 @@ def test_types_are_strict_and_named_in_plain_words(line: str, says: str) -> None
     ("learning_rate: 1e-6\n", "It is a key of `roles.NAME`. Known: steps, "),
     ("roles: {actor: {temperature: 0.6}}\n", "It is a key of `roles.NAME.generation` and of `validation`. Known: "),
     ("roles: {actor: {lr: 1e-6}}\n", "Did you mean `learning_rate`? Known: "),
-    ("checkpoint: 5\n", "Its keys: every, keep.")])
+    ("checkpoint: 5\n", "Its keys: every, keep, to.")])
 def test_a_hint_says_where_a_key_belongs(text: str, hint: str) -> None:
     _, mistakes = check(Run, parse(GOOD + text, "file"))
     assert len(mistakes) == 1
