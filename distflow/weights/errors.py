@@ -17,7 +17,7 @@ class WeightsError(DistflowError):
 
 
 class WeightsLost(WeightsError):
-    """No living process has all of this version. `Puller.pull()` without a version waits for one that is available."""
+    """No living process has all of this version. `Puller.pull` waits for another one."""
 
 
 class WeightsLate(WeightsError):

@@ -337,30 +337,21 @@ class Puller:
         """Wait a moment for a version that follows the one with this key."""
         self.directory.wait_for_next(key)
 
-    def pull(self, version: int | None = None, *, least: int = -1, seconds: float = 600.0) -> Weights:
-        """Return a version, complete, verified and in this process's memory.
+    def pull(self, seconds: float = 600.0) -> Weights:
+        """Return a version, complete, verified and in this process's memory: the newest that living processes have all
+        of, which may be the one that is here already. When the last holder dies meanwhile, the next best begins, or the
+        next that is published. Chunks of an incomplete version stay until another one is begun.
 
-        Without `version`: the newest that living processes have all of, which may be the one that is here already. When
-        such a pull fails because the last holder died, the next best begins, or the next that is published. Chunks of
-        an incomplete version stay until another one is begun.
-
-        Args:
-            least: wait for a version that is no older than this.
-
-        Raises:
-            WeightsLost: `version` is not published, or no living process has all of it.
-            WeightsLate: no version could be pulled within `seconds`.
+        Raises WeightsLate: no version could be pulled within `seconds`.
         """
         until, last_error = time.monotonic() + seconds, ""
         while True:
-            for head in self._choices(version, least):
+            for head in self._choices():
                 try:
                     return self._pull_version(head, until)
                 except WeightsLost as error:
                     record("weights_lost", version=head.version, why=str(error))
                     last_error = f": {error}"
-                    if version is not None:
-                        raise
             if self.stopped.is_set() or time.monotonic() > until:
                 raise WeightsLate(f"no version of the weights could be pulled in {seconds:g} s; the newest "
                                   f"published is {self.newest()}{last_error}. The trainer may be down: start it again")
@@ -375,14 +366,8 @@ class Puller:
         self.directory.close()
         self.source.close()
 
-    def _choices(self, version: int | None, least: int) -> list[PublishedVersion]:
-        heads = [head for head in self.directory.newest_versions() if head.version >= least]
-        if version is not None:
-            found = [head for head in heads if head.version == version][:1]
-            if not found:
-                known = ", ".join(str(head.version) for head in heads) or "none"
-                raise WeightsLost(f"version {version} is not published any more; the store has {known}")
-            return found
+    def _choices(self) -> list[PublishedVersion]:
+        heads = self.directory.newest_versions()
         mine = self.whole.version if self.whole else -1
         alive = self.directory.holders(range(max((len(head.shares) for head in heads), default=0)))
         return [head for number, head in enumerate(heads) if (self.whole is not None and self.whole.key == head.key) or

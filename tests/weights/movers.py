@@ -185,8 +185,10 @@ class Pulling(Serving):
         self.puller = Puller(store, token, deadline=deadline, **settings)
         self.source, self.buffers = self.puller.source, self.puller.buffers
 
-    def pull(self, mib: float, ranks: int = 1, same: int = 0, **given: Any) -> dict[str, Any]:
-        weights = self.puller.pull(**given)
+    def pull(self, mib: float, ranks: int = 1, same: int = 0, least: int = 0, **given: Any) -> dict[str, Any]:
+        """Pull until the version is no older than `least`."""
+        while (weights := self.puller.pull(**given)).version < least:
+            self.puller.wait_for_newer(weights.key)
         good = right(dict(weights.tensors()), weights.version, mib, ranks, same=same)
         return {"version": weights.version, "right": good}
 
@@ -205,9 +207,10 @@ class Pulling(Serving):
         directory = self.puller.directory
         directory.silences[f"holder/{directory.store.get(f'relay/{who}')}"] = Doubted()
 
-    def keep(self, version: int, mib: float) -> None:
-        """Keep only the tensors of this version."""
-        self.kept = dict(self.puller.pull(version).tensors()), version, mib
+    def keep(self, mib: float) -> None:
+        """Keep only the tensors of the newest version."""
+        weights = self.puller.pull()
+        self.kept = dict(weights.tensors()), weights.version, mib
 
     def kept_right(self) -> dict[str, Any]:
         return {"right": right(*self.kept)}

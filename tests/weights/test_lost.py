@@ -36,7 +36,8 @@ def test_the_trainer_dies_and_no_process_has_everything(mover, events, seed):
     rollouts = [mover("puller", who=f"rollout-{number}") for number in range(2)]
     trainer.ask("publish", version=4, mib=MIB)
     trainer.ask("die_serving", chunks=after)
-    assert rollouts[0].ask("pull", mib=MIB, version=4)["error"] == "WeightsLost"
+    assert rollouts[0].ask("pull", mib=MIB, seconds=8)["error"] == "WeightsLate"
+    assert {event["version"] for event in events("weights_lost")} == {4}
     for rollout in rollouts:
         rollout.send("pull", mib=MIB, ranks=2)
     started = [mover("publisher", rank=rank, ranks=2) for rank in range(2)]

@@ -61,7 +61,7 @@ def test_what_a_rollout_has_stays_and_its_buffer_is_used_again_afterwards(mover)
     """The rollout hangs meanwhile, which delays no other process."""
     trainer, rollout = mover("publisher"), mover("puller", who="a")
     publish(trainer, 1)
-    rollout.ask("keep", version=1, mib=MIB)
+    rollout.ask("keep", mib=MIB)
     first = files(trainer)
     rollout.stop()
     publish(trainer, 2, 3, 4, 5, 6)
