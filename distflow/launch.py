@@ -32,7 +32,6 @@ if __name__ == "__main__":
     if "--in-process" not in sys.argv:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import; a supervisor hears it later
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores cost up to 20 times the speed
-os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each rank connects to all others at its start
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that ends is our own message
 
 from distflow.config.overrides import joined  # noqa: E402

@@ -120,6 +120,8 @@ def _init_process_group(context: RankContext, store: Store) -> TCPStore:
         heartbeat.current().set_gpu(f"GPU-{torch.cuda.get_device_properties().uuid}")
     ranks, wait_limit = context.restart_group.ranks, context.spec.run.wait_limit
     server = _meet(store, context.store.rank, ranks.start, wait_limit)
+    # Without it each rank connects to all others at its start. Where ranks differ in it, gloo ends by SIGSEGV.
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     dist.init_process_group(torch_name(context.backend, context.device), world_size=len(ranks),
                             rank=context.store.rank - ranks.start, store=server,
                             timeout=datetime.timedelta(seconds=wait_limit))

@@ -50,9 +50,7 @@ def stand(late: int, other: bool) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(("other", "group", "number", "inside"), [(True, "whole", 4, r"0, 1"), (False, "pair", 1, "1")])
-def test_the_rank_that_has_not_come_is_named_while_others_wait_and_when_they_give_up(monkeypatch, other, group, number,
-                                                                                     inside):
-    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)  # the product sets it; the first time-out counts then
+def test_the_rank_that_has_not_come_is_named_while_others_wait_and_when_they_give_up(other, group, number, inside):
     end_processes()
     said = run_ranks(3, stand, 2, other)
     end_processes()  # gloo may still write to what these waited for

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from harness import metrics_of
+from ranks import end_processes, run_ranks
 from stores import hosted
 
 from distflow.errors import EngineError, RankMissing
@@ -106,6 +107,29 @@ def test_a_worker_killed_in_its_first_start_leaves_the_folder_to_rank_0(launch, 
     events = [json.loads(line) for line in (workspace / "runs/again/events.jsonl").read_text().splitlines()]
     assert {event["attempt"] for event in events if event["event"] == "worker_ready"} == {1}
     assert (workspace / "runs/again/summary.json").is_file()
+
+
+@pytest.mark.run
+def test_ranks_whose_environments_differ_in_how_gloo_connects_reach_each_other(launch, workspace, monkeypatch):
+    (workspace / "sitecustomize.py").write_text(
+        'import os\n\nos.environ["TORCH_GLOO_LAZY_INIT"] = os.environ.get("RANK", "0")\n')
+    monkeypatch.setenv("PYTHONPATH", str(workspace))
+    launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--set", "steps=1", torchrun=True)
+
+
+def _import_the_launcher() -> None:
+    import distflow.launch  # noqa: F401
+
+
+def _meet_others() -> int:
+    return torch.distributed.get_rank()
+
+
+def test_importing_the_launcher_does_not_change_how_gloo_connects():
+    """Else the next group of a process that has, and of one that has not, ends by SIGSEGV."""
+    end_processes()
+    run_ranks(1, _import_the_launcher)
+    assert run_ranks(2, _meet_others) == [0, 1]
 
 
 def test_gpus_are_counted_in_another_process(monkeypatch):
