@@ -52,7 +52,7 @@ IDEAS_OF_THEIR_OWN = {
     "distflow.contracts.detectors",
     "distflow.data.missing_rows",
     "distflow.weights.transport.tcp", "planners.heterogeneous.efficiency",
-    "workers.device", "workers.functions.entropy",
+    "workers.device", "workers.engines.sglang.weights", "workers.functions.entropy",
     "workers.isolation.sandbox.landlock", "workers.profiler"}
 
 Sources = dict[str, str]

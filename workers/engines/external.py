@@ -2,31 +2,41 @@
 
     ExternalRollout   a Rollout that starts without weights and loads the first version like all later ones
     RequestSession    its session: the requests under way, and the rows that have ended
+    FileNames         turns a model's parameters into the tensors of its files, which other libraries read
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from distflow.config.run import Generation, RoleRun
-from distflow.errors import EngineError
+from distflow.errors import EngineError, listing
 from distflow.weights.fingerprint import sums_of
 from workers.engines.devices import dimension, dtype_of
 from workers.engines.rollout import Rollout, SampledRow, Session
 from workers.engines.sampling import TokenLimits
 
 _MAX_CACHE_BYTES = 4 << 30
+_LONGEST_ROW = 2048  # tokens, of models without an end
 _TORCHRUN = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
@@ -44,6 +54,7 @@ class ExternalRollout(Rollout):
         self.dtype = dtype_of(settings, self.device)
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.constants, self.tied = constant_tensors(model), dict(model.all_tied_weights_keys)
+        self.files = FileNames(model)
         self.ranks, self.exact = self.tp, settings.generation.quantization == "none"
         self.vocabulary: int = model.config.get_text_config().vocab_size
         self.cached, self.numbers = True, itertools.count()
@@ -130,14 +141,69 @@ def constant_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
         if tensor.is_floating_point() and not (name in parameters and parameters[name].requires_grad)})
 
 
+class FileNames:
+    """Turns parameters into the tensors of a model's files: transformers renames what it reads, and stacks experts."""
+
+    def __init__(self, model: PreTrainedModel):
+        conversions: list[Any] | None = getattr(model, "_weight_conversions", None)
+        if conversions is None:
+            conversions = [each for each in get_model_conversion_mapping(model, add_legacy=False)
+                           if not isinstance(each, PrefixChange)]
+        with torch.device("meta"):
+            self.model: Any = type(model)(copy.deepcopy(model.config))
+        self.model._weight_conversions = conversions
+        back = [each.reverse_transform() for each in conversions[::-1]]
+        renamings = [each for each in back if isinstance(each, WeightRenaming)]
+        converters = [each for each in back if isinstance(each, WeightConverter)]
+        firsts, self.first, self.names = dict[str, str](), dict[str, str](), dict[str, set[str]]()
+        """By a parameter's name: the first one of those that become tensors of files together; all by the first."""
+        for name, _ in model.named_parameters():
+            first = firsts.setdefault(rename_source_key(name, renamings, converters, reverse=True)[0], name)
+            self.first[name] = first
+            self.names.setdefault(first, set()).add(name)
+
+    def convert(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of files that these parameters become; they are all that belong together."""
+        return revert_weight_conversion(self.model, {**weights}) if self.model._weight_conversions else {**weights}
+
+    def stream(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors of files as soon as they can be made. A parameter may be overwritten once the next one is
+        requested. Raises EngineError: one came without those that belong to it."""
+        waiting: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in weights:
+            first = self.first[name]
+            if self.names[first] == {name}:
+                yield from self.convert({name: tensor}).items()
+                continue
+            have = waiting.setdefault(first, {})
+            have[name] = tensor.clone()
+            if have.keys() == self.names[first]:
+                yield from self.convert(waiting.pop(first)).items()
+        for have in waiting.values():
+            raise EngineError(f"{listing(sorted(have))} came without the weights that are one tensor with them in the "
+                              "model's files. Load them together")
+
+
 def cache_on_cpu(config: PretrainedConfig, generation: Generation, dtype: torch.dtype,
                  block: int = 1) -> tuple[int, int]:
     """Return a paged cache's (tokens, bytes per token): all rows at full length, at most 4 GiB, at least two rows."""
     text = config.get_text_config()
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token = 2 * text.num_hidden_layers * text.num_key_value_heads * size * dtype.itemsize
-    row = -(-text.max_position_embeddings // block) * block
+    layers = [text.per_layer_config[index] for index in range(text.num_hidden_layers)]
+    token = 2 * len(layers) * max(map(_cached, layers)) * dtype.itemsize
+    row = -(-longest_row(config) // block) * block
     return max(2 * row, min(row * generation.batch_rows, _MAX_CACHE_BYTES // token)), token
+
+
+def _cached(layer: PretrainedConfig) -> int:
+    """Return how many numbers a layer's keys of a token are."""
+    heads = getattr(layer, "num_attention_heads", None) or 1
+    size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    return (getattr(layer, "num_key_value_heads", None) or heads) * size
+
+
+def longest_row(config: PretrainedConfig) -> int:
+    """Return the tokens of the longest row that a model may have on a CPU."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or _LONGEST_ROW
 
 
 def torchrun_environment() -> dict[str, str]:

@@ -7,12 +7,15 @@ import pickle
 
 import pytest
 import torch
+from engines.families import build
+from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from distflow.config.run import Lora
+from distflow.errors import EngineError
 from workers.engines.adapters import attach
 from workers.engines.embedded import build_model
-from workers.engines.external import constant_tensors
+from workers.engines.external import FileNames, constant_tensors
 from workers.engines.sglang.weights import Buckets
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
@@ -41,3 +44,26 @@ def test_constant_tensors_are_none_of_a_plain_or_an_adapted_model():
     assert constant_tensors(model) == {}
     attach(model, Lora(rank=1), 0)
     assert constant_tensors(model) == {}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral", "minimax_m2", "hrm_text", "gpt_oss"])
+def test_file_names_gives_the_tensors_that_transformers_saves(family, tmp_path):
+    model = build(family)
+    model.save_pretrained(tmp_path)
+    buffer = torch.empty(max(parameter.numel() for parameter in model.parameters()))
+
+    def arriving():
+        for name, parameter in model.named_parameters():
+            yield name, buffer[: parameter.numel()].view(parameter.shape).copy_(parameter.detach())
+
+    found = {name: tensor.clone() for name, tensor in FileNames(model).stream(arriving())} | constant_tensors(model)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in found.items())
+
+
+def test_file_names_refuses_a_part_of_what_files_have_as_one():
+    model = build("hrm_text")
+    weights = [(name, parameter) for name, parameter in model.named_parameters() if ".q_proj." not in name]
+    with pytest.raises(EngineError, match="k_proj.*came without.*Load them together"):
+        dict(FileNames(model).stream(weights))

@@ -285,7 +285,7 @@ class SGLangRollout(ExternalRollout):
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Load weights; rows under way are prefilled again, since their caches belong to the old weights."""
         if self.share.leads:
-            buckets = Buckets(weights, self.shapes, self.dtype, self.device)
+            buckets = Buckets(weights, self.shapes, self.dtype, self.device, self.files)
             constants = Buckets(self.constants.items(), {name: tensor.shape for name, tensor in self.constants.items()},
                                 torch.float32, self.device)
             with self._paused_for_update():

@@ -13,28 +13,21 @@ import torch.multiprocessing
 from torch import Tensor
 
 from distflow.rpc.packing import aligned, tensor_at
+from workers.engines.external import FileNames
 from workers.engines.rollout import require_shapes
 
 BUCKET = 256 << 20  # bytes; a larger tensor has a bucket of its own
 Named = list[tuple[str, Tensor]]
 
 
-def split_experts(name: str, tensor: Tensor) -> Named:
-    """Split fused experts into single tensors, as checkpoints and SGLang have them."""
-    layer, _, kind = name.rpartition(".")
-    if not layer.endswith(".experts"):
-        return [(name, tensor)]
-    parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
-    return [(f"{layer}.{number}.{part}.weight", values) for number, expert in enumerate(tensor)
-            for part, values in zip(parts, expert.chunk(len(parts)))]
-
-
 class Buckets:
     """Whole tensors, packed into shared-memory buckets. `size` counts their bytes."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size], dtype: torch.dtype,
-                 device: str):
+                 device: str, files: FileNames | None = None):
+        """`files`: of the parameters, unless they are tensors of files already."""
         self.weights, self.shapes, self.dtype, self.device = weights, shapes, dtype, device
+        self.files = files
         whole = sum(aligned(shape.numel() * dtype.itemsize) for shape in shapes.values())
         self.room, self.size = min(BUCKET, whole), 0
 
@@ -42,7 +35,8 @@ class Buckets:
         """Yield each bucket as `/update_weights_from_tensor` takes it."""
         named: Named = []
         bucket_memory, used = torch.empty(0), 0
-        for name, tensor in require_shapes(self.weights, self.shapes):
+        known = require_shapes(self.weights, self.shapes)
+        for name, tensor in self.files.stream(known) if self.files else known:
             bytes_ = tensor.numel() * self.dtype.itemsize
             if named and used + bytes_ > len(bucket_memory):
                 yield serialize_handles(named)
@@ -50,7 +44,7 @@ class Buckets:
             if not named:  # not reused: the server may still copy from the previous one, on its own stream
                 bucket_memory = self._shared(max(self.room, bytes_))
             copy = tensor_at(bucket_memory, used, tensor.shape, self.dtype)
-            named += split_experts(name, copy.copy_(tensor))
+            named.append((name, copy.copy_(tensor)))
             self.size += bytes_
             used += aligned(bytes_)
         if named:

@@ -19,7 +19,7 @@ from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
 from distflow.weights.fingerprint import Sums, add_up, sums_of
 from workers.engines.devices import as_world
-from workers.engines.external import ExternalRollout, RequestSession, end_turn
+from workers.engines.external import ExternalRollout, FileNames, RequestSession, end_turn
 from workers.engines.rollout import SampledRow, require_shapes, weight_mismatch
 from workers.engines.routing import Routing
 from workers.engines.sampling import TokenLimits
@@ -118,7 +118,7 @@ class VLLMRollout(ExternalRollout):
                  ep: int = 1):
         super().__init__(model, settings, mesh, seed, end_tokens, ep)
         self.ends = [token for token in end_tokens if token < self.vocabulary]  # vLLM refuses others
-        self.failure, self.copies = "", tied_copies(model, self.device)
+        self.failure = ""
         self.adapters = {name: shape for name, shape in self.shapes.items() if ".lora_" in name}
         self.lora = settings.lora if self.adapters else None
         with as_world(mesh.mesh):
@@ -130,6 +130,9 @@ class VLLMRollout(ExternalRollout):
         self.tasks = self.core.get_supported_tasks()
         worker = self.core.engine_core.model_executor.driver_worker
         self.model: nn.Module = worker.get_model()
+        modules = dict(self.model.named_modules())
+        self.copies = {name: head for name, head in tied_copies(model, self.device).items()
+                       if head.rpartition(".")[0] in modules}
         self.fused = getattr(self.model, "packed_modules_mapping", {})
         self.recorder = self._recorder(model, worker.model_runner) if self.generation.routing_replay else None
         self.group = mesh["tp"].get_group() if self.tp > 1 else None
@@ -167,7 +170,7 @@ class VLLMRollout(ExternalRollout):
 
     def _load_whole(self, weights: Iterable[tuple[str, Tensor]]) -> int:
         device = self.llm.vllm_config.device_config.device
-        loader = WeightLoader(weights, self.shapes, self.fused, self.copies, self.dtype, device)
+        loader = WeightLoader(weights, self.shapes, self.files, self.fused, self.copies, self.dtype, device)
         constants = ((name, tensor.to(device)) for name, tensor in self.constants.items())  # in their own dtype
         if self.device == "cpu":
             forget_kernels(self.model)
@@ -226,14 +229,14 @@ class VLLMRollout(ExternalRollout):
 
 
 class WeightLoader:
-    """Whole tensors for vLLM: copies in its dtype, with the parts of fused modules together. Iteration stops at an
+    """Tensors of files for vLLM: copies in its dtype, with the parts of fused modules together. Iteration stops at an
     unknown name or shape, so that vLLM finishes its load and stays usable; `check` raises."""
 
-    def __init__(self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size],
-                 fused: Mapping[str, list[str]], copies: Mapping[str, str], dtype: torch.dtype,
-                 device: torch.device):
+    def __init__(self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size], files: FileNames,
+                 fused: Mapping[str, list[str]], copies: Mapping[str, str], dtype: torch.dtype, device: torch.device):
         """`fused`: vLLM's fused modules and their parts. `copies`: second names of tensors that vLLM has twice."""
         self.weights, self.shapes, self.copies, self.dtype, self.device = weights, shapes, copies, dtype, device
+        self.files = files
         self.whole = {part: name for name, parts in fused.items() for part in parts}
         self.groups: dict[str, set[str]] = {}
         for name in shapes:
@@ -242,7 +245,7 @@ class WeightLoader:
         self.problem, self.size = "", 0
 
     def _group_of(self, name: str) -> str:
-        parent, _, module = name.rpartition(".")[0].rpartition(".")
+        parent, _, module = self.files.first[name].rpartition(".")[0].rpartition(".")
         return f"{parent}.{self.whole.get(module, module)}"
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -256,10 +259,9 @@ class WeightLoader:
             have[name] = tensor.detach().to(self.device, self.dtype, copy=True)
             self.size += have[name].nbytes
             if have.keys() == self.groups[group]:
-                for each, whole in self.waiting.pop(group).items():
-                    yield each, whole
-                    if each in self.copies:
-                        yield self.copies[each], whole
+                whole = self.waiting.pop(group)
+                twice = {self.copies[each]: whole[each] for each in whole.keys() & self.copies.keys()}
+                yield from self.files.convert(whole | twice).items()
 
     def check(self) -> None:
         """Raise EngineError if a tensor was refused or a module is incomplete."""

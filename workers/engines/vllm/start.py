@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import fcntl
+import functools
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from distflow.config.run import Generation, Lora
 from distflow.data.exchange import gather
 from distflow.errors import EngineError
-from workers.engines.external import cache_on_cpu, torchrun_environment
+from workers.engines.external import cache_on_cpu, longest_row, torchrun_environment
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
@@ -42,7 +44,9 @@ def translate_errors(what: str) -> Iterator[None]:
     try:
         yield
     except _failures() as error:
-        raise EngineError(f"vLLM cannot {what}: {type(error).__name__}: {error}") from error
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        said = str(error) or f"{place.line} ({Path(place.filename).name}:{place.lineno})"
+        raise EngineError(f"vLLM cannot {what}: {type(error).__name__}: {said}") from error
 
 
 def _failures() -> tuple[type[Exception], ...]:
@@ -61,7 +65,7 @@ def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, de
     gpu = torch.cuda.current_device() if device == "cuda" else None
     launched = launcher_environment(tp, gpu)
     with _one_start_at_a_time(device, tp), translate_errors("start"), environment(generation, launched), \
-            tempfile.TemporaryDirectory() as folder:
+            keep_classes(model), tempfile.TemporaryDirectory() as folder:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -87,6 +91,35 @@ def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, de
         raise EngineError(f"vLLM has its weights on the GPUs {sorted(where)}, and this rank's is {gpu}: two engines "
                           "would meet on one. Take a version of vLLM that distflow knows, or  rollout: hf")
     return engine
+
+
+@contextlib.contextmanager
+def keep_classes(model: PreTrainedModel) -> Iterator[None]:
+    """Keep the trainer's classes as they are: vLLM takes those of transformers where it has none, and changes them."""
+    kinds: dict[Any, Any] = {kind: kind.__init__ for kind in {type(module) for module in model.modules()}}
+    yield
+    for kind, init in kinds.items():
+        if kind.__init__ is not init:
+            kind.__init__, kind.__call__ = _init_outside(kind.__init__, init), _call_outside(kind.__call__)
+
+
+def _init_outside(theirs: Callable[..., None], init: Callable[..., None]) -> Callable[..., None]:
+    """Return an initializer that is vLLM's inside vLLM only."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    @functools.wraps(init)
+    def __init__(module: nn.Module, *values: Any, **settings: Any) -> None:
+        (init if get_current_vllm_config_or_none() is None else theirs)(module, *values, **settings)
+
+    return __init__
+
+
+def _call_outside(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call that is vLLM's for its own modules only."""
+    def __call__(module: nn.Module, *values: Any, **settings: Any) -> Any:
+        return (theirs if hasattr(module, "vllm_config") else nn.Module.__call__)(module, *values, **settings)
+
+    return __call__
 
 
 def _write_model(model: PreTrainedModel, device: str, lora: Lora | None,
@@ -196,7 +229,7 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def on_cpu(config: PretrainedConfig, generation: Generation, dtype: torch.dtype) -> dict[str, object]:
     tokens, size = cache_on_cpu(config, generation, dtype, _CPU_BLOCK)
-    return {"enforce_eager": True, "max_model_len": config.get_text_config().max_position_embeddings,
+    return {"enforce_eager": True, "max_model_len": longest_row(config),
             "block_size": _CPU_BLOCK, "kv_cache_memory_bytes": tokens * size}
 
 
