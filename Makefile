@@ -2,6 +2,7 @@
 # make install: what a user needs.   make dev: what tests and documentation need too.
 # make start-model: the model that the default runs start from, trained again.
 # make test-engines: those of vLLM, SGLang and Megatron-core, in environments of their own.
+# make families: what each family of models does with each engine, measured again; hours.
 # make types: the types of the product, by pyright.
 # make schemas: what checks manifests, the Dockerfile and CITATION.cff.
 # make wheel: what can be installed without a checkout, in dist/.
@@ -19,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SEED ?= 0
 ENGINES_PIP = PIP_CONSTRAINT=tests/engines/constraints.txt $(ENGINES)/bin/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: install dev wheel environments demo start-model test test-all etcd types schemas test-engines sglang-env docs screenshots lint gpu clean
+.PHONY: install dev wheel environments demo start-model test test-all etcd types schemas test-engines sglang-env docs screenshots lint families gpu clean
 
 install: $(VENV)/installed
 
@@ -94,6 +95,13 @@ $(ENGINES)/installed: setup.cfg tests/engines/constraints.txt tests/engines/whee
 gpu:
 	test -e $(VENV)/dev || $(PYTHON) -c "import torch, transformers, peft, pytest" || $(MAKE) dev
 	`test -e $(VENV)/dev && echo $(BIN)/python || echo $(PYTHON)` -m benchmarks.gpu_session
+
+# The table of docs/models.md, for what benchmarks/results/families.json has no result of.
+families: dev $(ENGINES)/installed sglang-env
+	$(BIN)/python -m benchmarks.families
+	$(ENGINES)/bin/python -m benchmarks.families --rollout vllm
+	DISTFLOW_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(BIN)/python -m benchmarks.families --rollout sglang
+	$(BIN)/python docs/generate.py
 
 # SGLang's packages and vLLM's do not fit together.
 sglang-env: $(SGLANG)/installed

@@ -13,7 +13,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.dbrx.configuration_dbrx import DbrxAttentionConfig
 
-FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+ARCHITECTURES: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+FAMILIES = tuple(ARCHITECTURES)
 KINDS = {
     "encoder": "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert reformer rembert "
                "roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod",
@@ -54,6 +55,10 @@ _SIZES: dict[int, str] = {
     1: "n_groups mamba_n_groups mamba_ngroups first_k_dense_replace topk_group num_dense_layers",
 }
 _SMALL = {name: size for size, names in _SIZES.items() for name in names.split()}
+_WIDTHS = {*f"{_SIZES[HIDDEN]} {_SIZES[24]} {_SIZES[16]} qk_rope_head_dim rotary_dim mrope_section conv_dim".split()}
+"""Sizes that grow with the width of a head."""
+_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "qk_head_dim": 128, "v_head_dim": 64}
+"""Sizes of wider latent attention: vLLM's kernels have no others."""
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _SSM = {"mamba_n_heads": 8, "mamba_d_head": 16}
@@ -64,7 +69,9 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
         "full_attention": None}},
     "dbrx": {"attn_config": DbrxAttentionConfig(kv_n_heads=2, rope_theta=10000.0, clip_qkv=8.0)},
-    "deepseek_v2": {"num_experts_per_tok": 2, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4,
+                    "first_k_dense_replace": 1},
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},  # as in its files
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
               "layer_types": ["sliding_attention", "full_attention"]},
     "ernie4_5_moe": {"moe_layer_end_index": 1},
@@ -73,16 +80,18 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
                      "layer_types": ["sliding_attention", "full_attention"] * 2, "intermediate_size": 96,
                      "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
     "gemma2": {"attn_logit_softcapping": 3.0},
+    "glm4_moe": {"head_dim": 16}, "glm4_moe_lite": {"first_k_dense_replace": 1},
     "granite": {"attention_multiplier": 0.05, "logits_scaling": 4.0, "residual_multiplier": 0.3,
                 "embedding_multiplier": 6.0},
     "granitemoehybrid": {**_SSM, "num_key_value_heads": 2, "layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_dense": {"head_dim": 16}, "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"num_hidden_layers": 2, "full_attn_idxs": None, "layer_types": ["conv", "full_attention"],
-             "block_auto_adjust_ff_dim": False},
+             "block_auto_adjust_ff_dim": False, "conv_dim": HIDDEN},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {"layer_types": None, "moe_layers": None, "no_rope_layers": [1, 0], "num_hidden_layers": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid"},
     "ministral": {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
@@ -101,26 +110,32 @@ def kind_of(family: str) -> str:
     return next((kind for kind, names in KINDS.items() if family in names.split()), "language model")
 
 
-def tiny(family: str) -> PreTrainedConfig:
-    """Return a configuration with a layer of each kind, two at least."""
+def tiny(family: str, wider: int = 1) -> PreTrainedConfig:
+    """Return a configuration with a layer of each kind, two at least. `wider`: times as wide; with 2 a head has 32
+    numbers, the least that vLLM has kernels for."""
     kind = CONFIG_MAPPING[family]
-    return kind(**{**shrunk(kind), **_TOKENS, **_OVERRIDES.get(family, {})})
+    overrides = {name: value * wider if name in _WIDTHS else value
+                 for name, value in _OVERRIDES.get(family, {}).items()}
+    return kind(**{**shrunk(kind, wider), **_TOKENS, **overrides})
 
 
-def shrunk(kind: type[PreTrainedConfig]) -> dict[str, Any]:
+def shrunk(kind: type[PreTrainedConfig], wider: int = 1) -> dict[str, Any]:
     """Return small values in place of a configuration's default ones."""
     default = vars(kind())
     small: dict[str, Any] = {}
     for name, value in default.items():
         if isinstance(value, PreTrainedConfig):
             inner = value.model_type
-            small[name] = tiny(inner) if inner in CONFIG_MAPPING else type(value)(**shrunk(type(value)))
+            small[name] = tiny(inner, wider) if inner in CONFIG_MAPPING else \
+                type(value)(**shrunk(type(value), wider))
         elif name in _SMALL and isinstance(value, int) and not isinstance(value, bool):
-            small[name] = min(value, _SMALL[name])
+            small[name] = min(value, _SMALL[name] * (wider if name in _WIDTHS else 1))
     heads = next((default[name] for name in ("num_attention_heads", "n_heads", "n_head") if name in default), None)
     for name in ("num_key_value_heads", "num_kv_heads"):
         if name in small and default[name] == heads:
             small[name] = 4
+    if wider > 1 and "kv_lora_rank" in small:
+        small |= {name: size for name, size in _LATENT.items() if name in small}
     if "qk_rope_head_dim" in small and default.get("head_dim") == default["qk_rope_head_dim"]:
         small["head_dim"] = small["qk_rope_head_dim"]
     many = next((default[name] for name in _LAYERS if isinstance(default.get(name), int)), 0)
@@ -135,11 +150,12 @@ def shrunk(kind: type[PreTrainedConfig]) -> dict[str, Any]:
     return small
 
 
-def build(family: str, seed: int = 0) -> PreTrainedModel:
+def build(family: str, seed: int = 0, wider: int = 1) -> PreTrainedModel:
     """Return a model with random weights, large enough for attention to be peaked: what is left out of it shows."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(tiny(family), attn_implementation="eager", dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(tiny(family, wider), attn_implementation="eager",
+                                                 dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     persistent = model.state_dict()
     tables = {name for name, buffer in model.named_buffers() if buffer.any()}  # made of the configuration
@@ -149,7 +165,7 @@ def build(family: str, seed: int = 0) -> PreTrainedModel:
                 continue
             noise = torch.randn(weight.shape, generator=generator)
             if weight.ndim > 1:
-                weight.copy_(noise * 0.25)
+                weight.copy_(noise * 0.25 / wider)
             else:  # norms, biases, decays
                 weight.add_(noise * 0.2)
     return model
