@@ -4,6 +4,7 @@
     matched      each record has an answer that the reward can pay, in as much of the data as is read in `_SCAN` seconds
     reference    the record's own answer, in the form that the reward asks for, earns full pay
     others       another record's answer, an empty one and the question repeated do not
+    form         some right answer has the form that a `pattern` of `format` asks for
     spread       a reward that does not say what it asks for does not pay the same for all of these
 
 A fork of this process proves all of it: users' modules are imported there, and the calls are made by a pool of its own,
@@ -35,6 +36,7 @@ from distflow.telemetry.processes import spawn
 from distflow.telemetry.tracebacks import users_line
 from workers.isolation.rewards_pool import FailedSample
 from workers.isolation.scoring import Columns, Reference, Scorer
+from workers.preflight.forms import completions_of, is_open
 from workers.preflight.proofs import FailedProof, FirstRecords, shortened
 
 _LIMIT, _CALLS_LIMIT, _CALL_LIMIT, _SCAN = 20.0, 10.0, 3.0, 1.5
@@ -94,10 +96,11 @@ def _write(spec: Spec, settings: Sequence[RewardSetting], sets: Sequence[FirstRe
     """Write each failed proof as a line of JSON, and a DistflowError as such."""
     until, called = time.monotonic() + _SCAN, set[str]()
     try:
-        for failed in (each for setting in settings for records in sets
-                       if records.training != (setting.source is spec.run_source)
-                       for trial in _trials(spec, setting, records) for each in trial.proofs(until, called)):
-            print(json.dumps(asdict(failed)), file=lines, flush=True)
+        for trials in ([*_trials(spec, setting, records)] for setting in settings for records in sets
+                       if records.training != (setting.source is spec.run_source)):
+            for failed in (each for trial in trials for proofs in (trial.proofs(until, called), trial.unformed(trials))
+                           for each in proofs):
+                print(json.dumps(asdict(failed)), file=lines, flush=True)
     except DistflowError as error:
         mistakes = error.mistakes if isinstance(error, InvalidInput) else [Diagnostic(str(error))]
         print(*(json.dumps(asdict(FailedProof(each))) for each in mistakes), sep="\n", file=lines, flush=True)
@@ -170,6 +173,7 @@ class _RewardTrial:
         name = term.name if self.shipped else f"{contract.module}:{term.name}"
         self.scorer = Scorer({name: {**term.settings, **limits}}, workers=2, limit=_CALLS_LIMIT, quiet=True)
         self.key = json.dumps([contract.module, term.name, term.settings], default=str)
+        self.pattern = term.settings.get("pattern") if self.shipped and term.name == "format" else None
         self.doubt = True if term.weight == 0 else None  # it is watched, and nothing is learned from it
         marks = self.scorer.functions[term.name].__distflow_reward__
         several = self.shipped and (marks.shortcut or marks.in_rank)
@@ -291,6 +295,31 @@ class _RewardTrial:
             yield from self.records.failed(wrong, doubt=self.doubt,
                                            before=f"{self.name} pays {kind} as much as the answer of ")
 
+    def unformed(self, trials: Sequence[_RewardTrial]) -> Iterator[FailedProof]:
+        """Yield a doubt if no completion was found that the pattern matches, or none of these is right by the other
+        rewards of the same records."""
+        if not isinstance(self.pattern, str) or is_open(self.pattern):
+            return
+        judges = [each for each in trials
+                  if each.shipped and each.reads_answer and each.whole is self.whole and each.references[0].completion]
+        records, made = self.records.only(range(min(_FEW, len(self.records)))), list[str]()
+        for row, answer in enumerate(records.answers):
+            last = (answer.split() or [""])[-1]
+            right = [text for each in judges if (text := each.references[row].completion)]
+            texts = [*right, answer, last, *(form.format(last) for form in _FORMS), ""]
+            made = [text for text in completions_of(self.pattern, texts) if r"\\" not in text]  # as no model writes
+            paid = [_Paid() for _ in records.answers]
+            if made and (not judges or any(judge._pay([_Try(row, _OWN, text, row) for text in made], paid) and
+                                           paid[row].pays(_OWN, 1.0) for judge in judges)):
+                return
+        form = _escaped(right[0]).replace(_escaped(last), ".+") if right and last else ""
+        hint = f"reward: {{format: {{pattern: '.*{form}.*'}}}}" if form else "reward: {format: {tags: [think, answer]}}"
+        who = " and ".join(each.name for each in judges)
+        yield from records.failed(
+            range(len(records)), f": {shortened(made[0])} has the form, and earns 0 by {who}" if made else
+            f", such as {shortened(right[0])}" if right else "", f"Instead:  {hint}", doubt=True,
+            before=f"{self.name} has a `pattern`, {shortened(self.pattern)}, that matches no right answer to ")
+
     def _spread(self, paid: Sequence[_Paid]) -> Iterator[FailedProof]:
         values = [value for each in paid for some in each.values.values() for value in some]
         numbers = {value for value in values if isinstance(value, float)}
@@ -304,6 +333,11 @@ class _RewardTrial:
             yield from self.records.failed(
                 range(len(paid)), f": {silent[0][1]:g}, and {silent[0][0]:g}", "A model learns from it to say nothing.",
                 doubt=True, before=f"{self.name} pays an empty answer no less than the answer of ")
+
+
+def _escaped(text: str) -> str:
+    """Return a regular expression for a text, as a person would write it."""
+    return re.sub(r"([][\\.^$*+?{}|()])", r"\\\1", text)
 
 
 def _columns(records: FirstRecords) -> Columns:

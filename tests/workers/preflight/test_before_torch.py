@@ -16,6 +16,12 @@ def reward(body: str, name: str = "mine", arguments: str = "completion: str, ans
 PROGRAMS = [{"question": f"Write f that adds {a + 2}.", "answer": f"```python\ndef f(x): return x + {a + 2}\n```",
              "tests": f"assert f(1) == {a + 3}"} for a in range(3)]
 MINE = partial(Task, SUMS, "mine:paid")
+
+
+def _formed(pattern: str, records: list = SUMS) -> Task:
+    return Task(records, {"math": 1.0, "format": {"weight": 0.1, "pattern": pattern}})
+
+
 FAULTY: dict[str, tuple[Task, bool, str]] = {
     "answers are all alike": (Task([{**each, "level": "hard"} for each in SUMS], data={"answer": "level"}), False,
                               "has the answer `hard`, whatever its question is"),
@@ -64,6 +70,14 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
     "a reward of a match that nobody knows": (MINE(reward(
         "import re; return float(re.search('So: (.*)', completion).group(1) == answer)")), False,
         "raised AttributeError: 'NoneType'"),
+    "a pattern of two beginnings": (Task(SUMS, {"format": {"pattern": "So: ^[0-9]+"}}), False,
+                                    "reward `format` has a `pattern`, `So: ^[0-9]+`, that matches no right answer"),
+    "a pattern that right answers do not have": (_formed("The result: [a-z]+"), False,
+                                                 "Instead: reward: {format: {pattern: '.*\\\\boxed\\{.+\\}.*'}}"),
+    "a pattern that is escaped twice": (_formed(r".*\\\\boxed\{.*\}"), False,
+                                        "matches no right answer to each of the first 3"),
+    "a pattern of other marks than the answers": (_formed("So [a-z ]*", records=ANSWERED), False,
+                                                  "Instead: reward: {format: {pattern: '.*#### .+.*'}}"),
     "a reward that takes seconds": (MINE(reward("import time; time.sleep(1.2); return float(completion == answer)")),
                                     False, "takes over 1 s for a call"),
     "a watched reward that does not understand": (Task([{**each, "answer": rf"\foo{{{each['answer']}}} or ("}
@@ -111,6 +125,13 @@ GOOD = {
                                 {"by": "source", "rewards": {"sums": "math", "other": "format"}},
                                 data={"columns": ["source"]}),
     "several rewards": Task(SUMS, {"math": 1.0, "format": {"weight": 0.1}, "length": {"weight": 0.1, "cap": 100}}),
+    "a pattern of tags": _formed(r"<think>.*?</think>\s*<answer>.*?</answer>"),
+    "a pattern of tags that stand once": _formed(r"(?s)<think>(?:(?!</think>).)*</think>\n<answer>.*</answer>"),
+    "a pattern of a box": _formed(r"(?:.|\n)*\\boxed\{[^{}]*\}.?"),
+    "a pattern of a mark": _formed(".*#### -?[0-9]+", ANSWERED),
+    "a pattern of a last line": _formed(r"\A[\s\S]+\n#### (?P<answer>\d+|none)\s*\Z", ANSWERED),
+    "a pattern of a sentence": _formed("(?:.+ )?[Tt]he answer is:? .+"),
+    "a pattern alone": Task(SUMS, {"format": {"pattern": r"So: (\w+\s){3,}.*"}}),
     "programs": Task(PROGRAMS, "code", data={"columns": ["tests"]}),
     "programs without a solution": Task([{**each, "answer": "none"} for each in PROGRAMS], "code",
                                         data={"columns": ["tests"]}),
