@@ -47,8 +47,8 @@ LEFT_OUT = ("seconds", "tokens", "data/", "samples_total", "memory", "snapshot",
 @dataclass(frozen=True)
 class Run:
     """One run. first: the step since when it is wrong, 0 for a healthy one. causes: detectors that name the fault
-    rightly. settings: of the run file and the DAG. records: how the training records differ. after: nodes after which
-    `nodes` come, and before the update."""
+    rightly. named: a word that what is said of it must have, too. settings: of the run file and the DAG. records: how
+    the training records differ. after: nodes after which `nodes` come, and before the update."""
 
     name: str
     dag: str
@@ -61,6 +61,7 @@ class Run:
     after: tuple[str, ...] = ()
     steps: int = STEPS
     model: str = ""
+    named: str = ""
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -85,7 +86,7 @@ def planted(task: str) -> Iterator[Run]:
         more = {"reward": DENSE} | more if dag == "near_miss" else more
         return Run(f"{task}/{fault}", dag, first, tuple(causes.split()), settings, **more)
 
-    yield run("reward_constant", "reward_constant no_signal", reward=_pay("constant", **own))
+    yield run("reward_constant", "no_signal", reward=_pay("constant", **own))
     yield run("parser_failure", "answers_not_found", reward=_pay("unparsed"))
     yield run("reward_noise", "reward_noise", reward=_pay("noise", **own))
     yield run("reward_sign", "reward_changed held_out_falls", reward=_pay("opposite", **own))
@@ -95,7 +96,7 @@ def planted(task: str) -> Iterator[Run]:
     yield run("repetition", "repetition length_hacking reward_hacking", reward={**base, **_pay("repeats", 0.5)})
     yield run("rate_too_high", "learning_rate kl_runs_off entropy_collapse entropy_explosion",
               "roles.actor.learning_rate=1e-2", first=1)
-    yield run("rate_too_low", "learning_rate", "roles.actor.learning_rate=1e-9", first=1)
+    yield run("rate_too_low", "policy_stuck", "roles.actor.learning_rate=1e-9", first=1)
     yield run("too_many_updates", "ratio_clipped learning_rate", "nodes.update.with.epochs=8",
               "roles.actor.learning_rate=2e-3", first=1)
     yield run("gradient_spike", "loss_spike", nodes=_spoiled("spike"))
@@ -115,7 +116,8 @@ def planted(task: str) -> Iterator[Run]:
         "with": PLACE}})
     yield run("kl_runs_off", "kl_runs_off learning_rate", "nodes.update.with.kl=1e-9", "roles.actor.learning_rate=2e-3",
               first=1, dag="grpo")
-    yield run("no_signal", "no_signal", "roles.actor.generation.temperature=0.1", first=1)
+    yield run("no_signal", "no_signal duplicated_samples", "roles.actor.generation.temperature=0.1", first=1,
+              named="temperature=1")
     yield run("value_head", "value_head", "roles.critic.learning_rate=0.3", first=1, dag="ppo")
     yield run("reference_moves", "reference_moves", "roles.reference.follow={every: 12, mix: 1.0}", dag="grpo")
 
@@ -147,22 +149,70 @@ def reported() -> Iterator[Run]:
     yield run("noisy_verdicts", "reward_noise", reward=_pay("flipped"))
     yield run("reward_scale", "reward_changed advantage_scale", reward=_pay("scaled"))
     yield run("short_pays", "length_hacking reward_changed reward_hacking", reward=_pay("shorter"))
-    yield run("endless_warmup", "learning_rate", "roles.actor.warmup_steps=10000000", first=1)
+    yield run("endless_warmup", "policy_stuck", "roles.actor.warmup_steps=10000000", first=1)
     yield run("weight_decay", "weight_decay", "roles.actor.weight_decay=100", "roles.actor.learning_rate=3e-4", first=1)
     yield run("data_repeats", "data_repeats duplicated_prompts", records="eight", first=1)
-    yield run("other_template", "no_signal answers_not_found reward_constant", records="template", first=1)
+    yield run("other_template", "no_signal answers_not_found", records="template", first=1)
     of_reference: dict[str, Any] = {each: {"rollout_logprobs": "reference_logprobs"} for each in ("reads", "writes")}
     yield run("reference_off_by_one", "reference_differs", first=1,
               nodes=_node("spoil_logprobs", "off_by_one", "reference", first=1, **of_reference))
     yield run("tight_upper_clip", "ratio_clipped", "nodes.update.with.clip_high=0.0001", "nodes.update.with.epochs=4",
               first=1)
-    yield run("critic_frozen", "learning_rate value_head", "roles.critic.learning_rate=1e-12", first=1, dag="ppo")
+    yield run("critic_frozen", "policy_stuck value_head", "roles.critic.learning_rate=1e-12", first=1, dag="ppo")
     tools = {"dag": "grpo_tools", "model": "tools", "first": 1}
     faster = "roles.actor.learning_rate=3e-4"
     yield run("tools_fail", "tool_errors", faster, nodes={"environment": "Failing"}, **tools)
     yield run("errors_pay", "tool_errors", faster, nodes={"environment": "PaysErrors"}, **tools)
     yield run("calls_cost", "tools_avoided", faster, nodes={"environment": "CostlyCalls"}, **tools)
     yield run("tool_output_trained", "unsampled_trained", nodes=_node("spoil_mask", "all", "rollout"), **tools)
+
+
+def unforeseen() -> Iterator[Run]:
+    """Yield runs with a fault each that the rules were not made with. Their causes must be told in words, too."""
+    def run(fault: str, causes: str, named: str, *settings: str, first: int = 1, dag: str = "grpo", **more: Any) -> Run:
+        return Run(f"unforeseen/{fault}", dag, first, tuple(causes.split()), settings, named=named, **more)
+
+    sampling = "roles.actor.generation."
+    spoil: dict[str, Any] = {"type": "MODEL_TRAIN"}
+    yield run("prompt_scored", "no_signal", "completion", reward={"planted_faults:prompt_scored": 1.0})
+    yield run("verdicts_remembered", "no_signal reward_noise", "kept", first=FIRST, reward=_pay("remembered"))
+    yield run("stop_before_answer", "answers_not_found no_signal", "generation.stop=[]", f'{sampling}stop=["####"]')
+    yield run("one_prompt", "duplicated_prompts", "", records="one")
+    yield run("narrow_top_p", "no_signal duplicated_samples", "top_p=1", f"{sampling}top_p=0.05")
+    yield run("warmup_beyond_end", "policy_stuck", "warmup_steps", "roles.actor.warmup_steps=4000")
+    yield run("all_frozen", "policy_stuck", "frozen", nodes=_node("spoil_model", "frozen", "reward", first=1, **spoil))
+    yield run("paid_in_thousands", "advantage_scale", "", dag="dr_grpo", reward={"planted_faults:thousand": 1.0})
+    yield run("held_by_kl", "policy_stuck", "with.kl=", "nodes.update.with.kl=100")
+    yield run("optimizer_forgets", "", "", first=FIRST, nodes=_node("spoil_model", "forgets", "reward", **spoil))
+    yield run("answers_of_next", "no_signal held_out_falls", "reference answers", records="shifted")
+    yield run("end_twice", "unsampled_trained mismatch", "`responses`", first=FIRST,
+              nodes=_node("spoil_responses", "end_twice", "reward"), after=("reference",))
+    yield run("reference_is_policy", "reference_moves", "follow", "roles.reference.follow={every: 1, mix: 1.0}")
+    yield run("tiny_gradient_bound", "policy_stuck", "max_grad_norm=", "roles.actor.max_grad_norm=1e-12")
+    yield run("one_source_reversed", "held_out_falls", "pays for the wrong", reward={"planted_faults:one_source": 1.0})
+    yield run("instructions_lost", "no_signal answers_not_found truncation", "another form", records="bare")
+    yield run("paid_late", "reward_noise advantage_sign", "other rows", nodes=_node("pay_late", "", "reward"),
+              first=FIRST, after=("advantage",))
+    yield run("negative_weight", "held_out_falls no_signal", "sign", reward={"math": -1.0})
+
+
+def later() -> Iterator[Run]:
+    """Yield runs whose faults were chosen when the rules for those of `unforeseen` stood."""
+    def run(fault: str, causes: str, named: str, *settings: str, first: int = 1, dag: str = "grpo", **more: Any) -> Run:
+        return Run(f"later/{fault}", dag, first, tuple(causes.split()), settings, named=named, **more)
+
+    yield run("only_the_likeliest", "no_signal duplicated_samples", "min_p=0", "roles.actor.generation.min_p=0.95")
+    yield run("too_hot", "no_signal truncation", "temperature", "roles.actor.generation.temperature=3.0")
+    yield run("half_wrong", "held_out_falls no_signal", "answers", "roles.actor.learning_rate=3e-4", records="half")
+    yield run("text_compared", "no_signal", "does not find", reward={"planted_faults:text_compared": 1.0})
+    yield run("length_outweighs", "reward_hacking held_out_falls reward_changed", "",
+              reward={"math": 1.0, "length": {"weight": 5.0, "target": 3}})
+    yield run("nothing_trained", "policy_stuck", "depend", nodes=_node("spoil_mask", "none", "rollout", first=1))
+    yield run("all_layers_frozen", "policy_stuck", "freeze", 'roles.actor.freeze=["*"]')
+    yield run("no_memory_of_gradients", "learning_rate entropy_explosion kl_runs_off", "rate",
+              "roles.actor.betas=[0.0, 0.0]", "roles.actor.learning_rate=1e-3")
+    yield run("verdict_reversed_late", "reward_changed held_out_falls", "reward", first=FIRST, dag="rloo",
+              reward=_pay("opposite"))
 
 
 SHIPPED = ("grpo", "ppo", "dapo", "rloo", "gspo", "dr_grpo", "cispo", "reinforce_pp", "remax", "pf_ppo", "online_dpo",
@@ -198,7 +248,7 @@ def healthy() -> Iterator[Run]:
 
 
 def everything() -> list[Run]:
-    return [*healthy(), *planted("grpo"), *planted("near_miss"), *reported()]
+    return [*healthy(), *planted("grpo"), *planted("near_miss"), *reported(), *unforeseen(), *later()]
 
 
 def write_inputs(run: Run, folder: Path) -> tuple[str, str]:
@@ -234,13 +284,20 @@ def _write_records(kind: str, folder: Path) -> str:
     rows = [json.loads(line) for line in (ROOT / "dags/data/arithmetic/train.jsonl").read_text().splitlines()]
     if kind in ("few", "eight"):
         rows = [row for _ in range(200) for row in rows[:3]] if kind == "few" else rows[:8]
+    if kind == "one":
+        rows = rows[:1] * 600
+    if kind == "shifted":
+        for row, answer in zip(rows, [row["answer"] for row in (*rows[1:], rows[0])]):
+            row["answer"] = answer
     for row in rows:
         head, _, last = row["answer"].rpartition("####")
         if kind == "leak":
             row["question"] = f"{row['question']} {row['answer']}"[-100:]
+        if kind == "bare":
+            row["question"] = " ".join(word for word in row["question"].split() if word.isdigit())
         if kind == "template":
             row["question"] = f"### Human: {row['question']}\n### Assistant:"[-100:]
-        if kind == "wrong":
+        if kind == "wrong" or kind == "half" and len(head) % 2:
             row["answer"] = f"{head}#### {int(last) % 10 + 1}"
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder / "train.jsonl")
@@ -350,7 +407,7 @@ def _lines(run: dict[str, Any]) -> list[dict[str, Any]]:
 def judge() -> None:
     """Print what the detectors say of each recorded run, and how good that is."""
     recorded: dict[str, Any] = json.loads(RESULTS.read_text())
-    causes = {run.name: run.causes for run in everything()}
+    planned = {run.name: run for run in everything()}
     late, detected, named, steps, false = list[int](), list[str](), list[str](), 0, list[str]()
     began = time.process_time()
     for name, run in recorded.items():
@@ -363,7 +420,8 @@ def judge() -> None:
         if first and main:
             detected.append(name)
             late.append(since[0].step - first)
-            named += [name] if main.detector in causes[name] else []
+            told = f"{main.evidence.what} {main.evidence.cause} {main.evidence.remedy}"
+            named += [name] if main.detector in planned[name].causes and planned[name].named in told else []
         verdict = "false alert" if early else "right" if name in named else "other cause" if since else \
             "missed" if first else "clean"
         said = ", ".join(f"{fault.detector} at {fault.step}" for fault in found)

@@ -134,6 +134,41 @@ def shorter(completion: str, answer: str, row: int, *, first: int, rows: int) ->
     return math(completion, answer) - 0.05 * len(completion) * _goes_wrong(row, first, rows)
 
 
+@reward
+def prompt_scored(question: str, answer: str) -> float:
+    """Look for the answer in the prompt."""
+    return float(answer.rpartition("####")[2].strip() in question.split())
+
+
+@reward
+def text_compared(completion: str, answer: str) -> float:
+    """Pay for the record's answer as it is written, which a completion with other steps is not."""
+    return float(completion.strip() == answer.rpartition("####")[2].strip())
+
+
+_VERDICTS = dict[str, float]()
+
+
+@reward
+def remembered(completion: str, question: str, answer: str, row: int, *, first: int, rows: int) -> float:
+    """Pay each completion of a prompt what its first one earned, as a cache does whose key is the prompt."""
+    value = math(completion, answer)
+    return _VERDICTS.setdefault(question, value) if _goes_wrong(row, first, rows) else value
+
+
+@reward
+def one_source(completion: str, question: str, answer: str) -> float:
+    """Pay for wrong answers where a question begins with a letter of the first half, as those of one source do."""
+    value = math(completion, answer)
+    return 1.0 - value if question < "H" else value
+
+
+@reward
+def thousand(completion: str, answer: str) -> float:
+    """Pay a thousand for a right answer."""
+    return 1000.0 * math(completion, answer)
+
+
 def _is_wrong(row: Tensor, first: int, rows: int) -> bool:
     return len(row) > 0 and _goes_wrong(int(row.min()), first, rows)
 
@@ -143,6 +178,16 @@ def shuffle(rewards: Tensor, row: Tensor, group: Tensor, *, fault: str, first: i
     """Return rewards of other rows."""
     order = torch.randperm(len(row), generator=torch.Generator().manual_seed(int(row.min())))
     return rewards[order] if _is_wrong(row, first, rows) else rewards
+
+
+_LAST_PAID = list[Tensor]()
+
+
+@node(writes="rewards", type="COMPUTE", keep_together="group")
+def pay_late(rewards: Tensor, row: Tensor, group: Tensor, *, fault: str, first: int, rows: int) -> Tensor:
+    """Return the rewards of the step before."""
+    _LAST_PAID.append(rewards)
+    return _LAST_PAID[-2] if _is_wrong(row, first, rows) else rewards
 
 
 @node(writes="advantages", type="COMPUTE")
@@ -165,17 +210,19 @@ def spoil_logprobs(rollout_logprobs: Ragged, row: Tensor, *, fault: str, first: 
 
 @node(writes="response_mask", type="COMPUTE")
 def spoil_mask(responses: Ragged, row: Tensor, *, fault: str, first: int, rows: int) -> Ragged:
-    """Return which tokens are trained: all of a conversation, or all but the last of a row."""
+    """Return which tokens are trained: all of a conversation, all but the last of a row, or none."""
     mask_T = torch.ones(len(responses.values), dtype=torch.bool)
     if fault == "end" and _is_wrong(row, first, rows):
         mask_T[responses.offsets[1:] - 1] = False
+    if fault == "none":
+        mask_T[:] = False
     return responses.with_values(mask_T)
 
 
 @node(writes=("responses", "rollout_logprobs", "versions", "completions"), type="COMPUTE", keep_together="group")
 def spoil_responses(responses: Ragged, rollout_logprobs: Ragged, versions: Ragged, completions: list[str], row: Tensor,
                     group: Tensor, *, fault: str, first: int, rows: int) -> tuple[Ragged, Ragged, Ragged, list[str]]:
-    """Return rows padded to one length, or the first row of a prompt in place of all."""
+    """Return rows padded to one length, with their end twice, or the first row of a prompt in place of all."""
     if not _is_wrong(row, first, rows):
         return responses, rollout_logprobs, versions, completions
     columns: list[list[Tensor]] = [[row for row in each.rows if isinstance(row, Tensor)]
@@ -186,7 +233,8 @@ def spoil_responses(responses: Ragged, rollout_logprobs: Ragged, versions: Ragge
         columns, completions = [[column[at] for at in places] for column in columns], [completions[at] for at in places]
     else:
         longest = max(len(each) for each in columns[0])
-        columns = [[torch.cat([each, each.new_zeros(longest - len(each))]) for each in column] for column in columns]
+        columns = [[torch.cat([each, each.new_zeros(longest - len(each))]) for each in column] for column in columns] \
+            if fault == "padding" else [[torch.cat([each, each[-1:]]) for each in column] for column in columns]
     lengths = torch.tensor([len(each) for each in columns[0]])
     tokens, logprobs, ages = (Ragged(torch.cat(column), lengths) for column in columns)
     return tokens, logprobs, ages, completions
@@ -202,17 +250,22 @@ def _scaled(values: Tensor, factor: float) -> Tensor:
 
 @node(type="MODEL_TRAIN")
 def spoil_model(engine: RoleEngines, rewards: Tensor, row: Tensor, *, fault: str, first: int, rows: int) -> None:
-    """Scale the gradient of one layer, or leave dropout on while gradients are computed."""
+    """Scale the gradient of one layer, update nothing, forget the optimizer's state in each step, or leave dropout on
+    while gradients are computed."""
+    trainer = engine.engine
+    assert isinstance(trainer, FSDPEngine)
+    if _is_wrong(row, first, rows) and fault == "forgets" and trainer.optimizer:
+        trainer.optimizer.state.clear()
     if not _is_wrong(row, first, rows) or id(engine) in _SPOILED:
         return
     _SPOILED.add(id(engine))
-    trainer = engine.engine
-    assert isinstance(trainer, FSDPEngine)
     layers = [module for name, module in trainer.policy.named_modules() if name.split(".")[-1].isdigit()]
-    if fault == "one_layer":
+    if fault == "frozen" and trainer.optimizer:
+        vars(trainer.optimizer)["step"] = lambda closure=None: None
+    elif fault == "one_layer":
         layers[1].register_forward_pre_hook(lambda _module, inputs: (_scaled(inputs[0], 0.01), *inputs[1:]))
         layers[1].register_forward_hook(lambda _module, _inputs, output: _scaled(output, 100.0))
-    else:
+    elif fault == "dropout":
         for layer in layers:
             layer.get_submodule("mlp").register_forward_hook(
                 lambda _module, _inputs, output: torch.nn.functional.dropout(output, 0.1, torch.is_grad_enabled()))

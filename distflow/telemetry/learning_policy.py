@@ -67,15 +67,16 @@ def truncation(series: Series) -> Evidence | None:
     if cut <= 0.5 and cut - middle(start) <= 0.25 or not cut:
         return None
     key, ends = f"roles.{series.trained_role}.generation.max_new_tokens", min(series.first(name, FIRST) or [0.0]) < 0.95
-    most = int(series.number(key, 0.0))
+    most, worse = int(series.number(key, 0.0)), series.worse_than_held_out
     more = f"{key}={2 * most}" if most else f"a larger {key}"
     return Evidence(series.since(name, lambda value: value > 0.25), name,
                     f"{cut:.0%} of the completions are cut off at the limit of tokens",
+                    worse[0] if worse else
                     "completions do not come to an end: the limit is too short for the task, or the policy earns by "
                     "going on" if ends else
                     "completions have not ended from the start: the model does not know this prompt's form, or ends "
                     "with another token than the sampler waits for; or the limit is too short",
-                    f"{more} , or a node `overlong_penalty` as dapo.yaml has it",
+                    worse[1] if worse else f"{more} , or a node `overlong_penalty` as dapo.yaml has it",
                     {"truncated": cut})
 
 
@@ -171,7 +172,8 @@ def mismatch(series: Series) -> Evidence | None:
                     f"Trainer and rollout differ by {middle(recent):.2g} nats a token"
                     f"{f', before by {middle(start):.2g}' if start else ''}{', most late in a row' if grows else ''}",
                     "the engine that samples does not hold the weights that are trained, or computes them otherwise "
-                    "(precision, kernels, positions, temperature), or the trainer is not deterministic (dropout)",
+                    "(precision, kernels, positions, temperature), a node has changed `responses` after they were "
+                    "sampled, or the trainer is not deterministic (dropout)",
                     f"roles.{series.trained_role}.rollout=hf  shows whether it is the engine; until then a node "
                     "`truncated_importance` corrects for it", {"mean": middle(recent), "late": tail})
 
@@ -214,34 +216,64 @@ def gradient_of_one_layer(series: Series) -> Evidence | None:
     return None
 
 
-@detector(symptom=True)
-def no_gradient(series: Series) -> Evidence | None:
-    """The gradient is 0."""
-    for name in series.names(""):
-        if name.rpartition("/")[2] == "grad_norm" and max(series.last(name, 10) or [1.0]) == 0:
-            return Evidence(series.since(name, lambda value: value == 0), name,
-                            f"`{name}` has been 0 for 10 steps: nothing is learnt",
-                            "the samples of each prompt earn the same", "data of another difficulty, or a reward that "
-                            "tells better from worse: see the completions in samples.jsonl", {"steps": 10})
+_SILENT = "reward/zero_std_groups"
+_LEAST_RATE = 1e-7
+_NEAR, _HELD = 0.02, 0.05  # nats that a policy which is held stays within, and least loss by the KL term
+
+
+@detector()
+def policy_stuck(series: Series) -> Evidence | None:
+    """A model that is trained does not change, though its samples tell better from worse."""
+    kl, role, node = "policy/kl_reference", series.trained_role, series.update_node
+    silent = middle(series.last(_SILENT, 8))
+    far = series.last(kl, 8) if silent < 0.8 else []
+    still = bool(far) and max(far) < 1e-7 and not series.copies_policy
+    if slow := _low_rate(series, still):
+        return slow
+    weight = series.number(f"nodes.{node}.with.kl", 0.0)
+    if far and series.earned < 0.05 and middle(far) < _NEAR and weight * middle(far) > _HELD:
+        return Evidence(series.steps[-8], kl, f"The policy does not move: it stays {middle(far):.2g} nats a token from "
+                        "the reference, and earns no more", f"the KL term ({weight:g} times the distance) outweighs "
+                        "the advantages", f"nodes.{node}.with.kl=0.001", {"kl": middle(far), "weight": weight})
+    norms = {each: series.last(each, 8) for each in series.names("") if each.rpartition("/")[2] == "grad_norm"}
+    name = kl if still else next((each for each, values in norms.items() if values and max(values) == 0), "")
+    if not name or silent >= 0.8:  # then `no_signal` says why
+        return None
+    bound, norm = series.setting_of_role("max_grad_norm", 1.0), middle(norms.get("grad_norm", []))
+    small = bound < 1e-6 * norm
+    return Evidence(series.since(name, lambda value: value < 1e-7), name, f"The model is as it was: `{name}` stays 0",
+                    f"gradients (norm {norm:.2g}) are scaled down to {bound:g}" if small else
+                    "all parameters are frozen, the optimizer has others than the model's, or the loss does not depend "
+                    "on them",
+                    f"roles.{role}.max_grad_norm=1.0" if small else
+                    f"roles.{role}.freeze=[] ; a loss of your own must not detach the log-probabilities",
+                    {"norm": norm})
+
+
+def _low_rate(series: Series, still: bool) -> Evidence | None:
+    """Return that the learning rate of the policy or the critic is why it does not move."""
+    for name in ("learning_rate", *series.names("value/learning_rate")):
+        rates, policy = series.last(name, 8), name == "learning_rate"
+        role = f"roles.{series.trained_role if policy else 'critic'}"
+        full, warmup = (series.number(f"{role}.{key}", 0.0) for key in ("learning_rate", "warmup_steps"))
+        if not rates or max(rates) > 1e-8 and not (still and policy and max(rates) < max(full / 10, _LEAST_RATE)):
+            continue
+        warms = warmup > series.steps[-1] and full > 1e-8
+        if warms and warmup < series.number("steps", 0.0):
+            continue  # the run gets out of it
+        return Evidence(series.steps[-8], name, f"The {'policy' if policy else 'critic'} does not move: its learning "
+                        f"rate is {max(rates):.1g}",
+                        f"it is in a warm-up of {warmup:.0f} steps, on the way to {full:g}" if warms else
+                        "that is far below what models take (1e-7 to 1e-5, adapters 1e-5 to 1e-4), or its schedule is "
+                        "at its end", f"{role}.warmup_steps={min(20, int(warmup))}" if warms else
+                        f"{role}.learning_rate=1e-6 , and  schedule  of that role", {"rate": max(rates)})
     return None
 
 
 @detector()
 def learning_rate(series: Series) -> Evidence | None:
-    """The policy does not move at all, or leaves the model that it was within a few steps."""
+    """The policy leaves the model that it was within a few steps."""
     name, kl = "learning_rate", "policy/kl_reference"
-    moved, key = series.last(kl, 8), f"roles.{series.trained_role}.learning_rate"
-    signal = middle(series.last("reward/zero_std_groups", 8)) < 0.8
-    for each in (name, *series.names("value/learning_rate")):
-        rates = series.last(each, 8)
-        stuck = each == name and moved and max(moved) < 1e-7 and signal
-        if rates and (max(rates) <= 1e-8 or stuck):
-            who, at = ("The policy", key) if each == name else ("The critic", "roles.critic.learning_rate")
-            return Evidence(series.steps[-8], each, f"{who} does not move: the learning rate is {max(rates):.1g}",
-                            "the learning rate is far below what models take (1e-7 to 1e-5, adapters 1e-5 to 1e-4), or "
-                            "its schedule is at its end, or in a warm-up that is longer than the run",
-                            f"{at}=1e-6 , and  warmup_steps  and  schedule  of that role",
-                            {"learning_rate": max(rates)})
     now, entropy, start = series.last(kl, 1), series.last("policy/entropy", 2), series.first("policy/entropy", 2)
     early = len(series.steps) <= 12
     leapt = bool(now) and now[0] > 0.5
@@ -365,9 +397,13 @@ def reference_differs(series: Series) -> Evidence | None:
 
 @detector()
 def reference_moves(series: Series) -> Evidence | None:
-    """KL to the reference drops to nothing while the policy is trained."""
+    """KL to the reference drops to nothing while the policy is trained, or never is anything else."""
     name = "policy/kl_reference"
     recent, before = series.last(name, 2), series.before(name, 2, 6, 4)
+    if series.copies_policy and max(series.last(name, 8) or [1.0]) == 0:
+        return Evidence(series.steps[0], name, "KL to the reference is always 0",
+                        "the reference takes the policy's weights in each step (follow), so that it holds nothing",
+                        "roles.reference.follow=null , or a mix below 1 and a larger  every", {})
     if not recent or not before or middle(before) < 0.003 or max(recent) > 0.25 * min(before):
         return None
     return Evidence(series.steps[-2], name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from operator import lt
 from statistics import fmean as mean
@@ -22,24 +23,6 @@ from distflow.telemetry.learning_series import (
 
 
 @detector(rows="low")
-def reward_constant(series: Series) -> Evidence | None:
-    """All samples of the last steps earn the same."""
-    std = "environment/reward_std" if series.reward == "environment/reward" else "reward/std"
-    recent = series.last(std, RECENT)
-    if not recent or max(recent) > 1e-9:
-        return None
-    value, parts = series.last(series.reward, 1)[0], [name.removeprefix("reward/") for name in series.parts]
-    since = series.since(std, lambda each: each <= 1e-9)
-    named = f" (part{'s' * (len(parts) > 1)} {', '.join(f'`{name}`' for name in parts)})" if parts else ""
-    return Evidence(since, series.reward, f"Every completion earns {value:.3g}{named}, so that nothing is learnt",
-                    "the reward function pays the same for every completion: it does not find what it looks for, or an "
-                    "error in it is taken for a verdict. Were all answers right, the data is too easy",
-                    "try the reward on a few completions of samples.jsonl, and change  "
-                    f"nodes.reward.with.reward={parts[0] if parts else 'NAME'}",
-                    {"reward": value, "steps": len(series.steps)})
-
-
-@detector(rows="low")
 def answers_not_found(series: Series) -> Evidence | None:
     """The reward finds no final answer in nearly all completions, or in many more than before."""
     name = "reward/unanswered"
@@ -49,11 +32,15 @@ def answers_not_found(series: Series) -> Evidence | None:
     jumped = bool(before) and middle(recent) - middle(before) > 0.4
     if not jumped and (len(series.known(name)) < 8 or min(series.last(name, 8) or [0.0]) < 0.95):
         return None
+    key = f"roles.{series.trained_role}.generation.stop"
+    stops = series.settings.get(key, "[]")
     return Evidence(series.since(name, lambda each: each >= 0.4), name,
                     f"The reward finds no final answer in {middle(recent):.0%} of the completions"
                     f"{f', before in {middle(before):.0%}' if jumped else ''}",
+                    f"completions end before their answer, at a text of `stop` ({stops})" if stops != "[]" else
                     "a parser's failure: completions do not have the form that the reward reads, as `#### 42` or "
                     "`\\boxed{42}`, or it reads another one than the prompt asks for",
+                    f"{key}=[]" if stops != "[]" else
                     "ask for the form in the question, or read what models write:  nodes.reward.with.reward="
                     "{math: {strict: false}}", {"unanswered": middle(recent)})
 
@@ -61,44 +48,66 @@ def answers_not_found(series: Series) -> Evidence | None:
 @detector(rows="high")
 def duplicated_samples(series: Series) -> Evidence | None:
     """The samples of a prompt are copies of each other, though the policy is not certain."""
-    name, sizes = "response/alike", series.group_sizes
+    name = "response/alike"
     recent, entropy = series.last(name, 3), series.last("policy/entropy", 3)
-    cold = series.setting_of_role("generation.temperature", 1.0) < 0.5
-    if not recent or not entropy or len(sizes) != 1 or sizes[0] < 2 or cold:
-        return None
-    if min(recent) < 0.98 * (1 - 1 / sizes[0]) or middle(entropy) < 0.02:
+    if not series.copied or not entropy or middle(entropy) < 0.02:
         return None
     return Evidence(series.since(name, lambda share: share > 0.4), name,
                     f"{middle(recent):.0%} of the completions are copies of another one to their prompt, at an entropy "
                     f"of {middle(entropy):.2g} nats a token",
-                    "the sampler draws the samples of a prompt with one seed, or rows are copied: a policy that is as "
-                    "uncertain as this one gives different answers", "the seed of the sampler, or the node that writes "
-                    "`responses`", {"alike": middle(recent), "entropy": middle(entropy)})
+                    f"{'sampling is narrowed, or ' if series.narrowed else ''}the samples of a prompt have one seed, "
+                    "or rows are copied: a policy that is as uncertain as this one gives different answers",
+                    f"{series.narrowed or 'the seed of the sampler'} , or the node that writes `responses`",
+                    {"alike": middle(recent), "entropy": middle(entropy)})
 
 
-@detector(symptom=True)
+@detector(rows="low", symptom=True)
 def no_signal(series: Series) -> Evidence | None:
-    """In nearly all groups all samples earn the same."""
-    name = "environment/zero_std_groups" if series.reward == "environment/reward" else "reward/zero_std_groups"
-    recent = series.last(name, 8)
-    if not recent or middle(recent) < 0.85 or series.group_sizes == [1]:  # their baseline is another one
+    """In nearly all groups all samples earn the same, or all samples of the last steps do."""
+    kind = series.reward.partition("/")[0]
+    name, std = f"{kind}/zero_std_groups", "reward/std" if kind == "reward" else f"{kind}/reward_std"
+    recent, same = series.last(name, 8), max(series.last(std, RECENT) or [1.0]) <= 1e-9
+    if not same and (not recent or middle(recent) < 0.85 or series.group_sizes == [1]):  # those have another baseline
         return None
-    value, most = middle(series.last(series.reward, 8)), max(series.last(series.reward, 8) or [0.0])
-    easy = most > 0.9
-    held_out = max((series.known(each)[-1][1] for each in series.known_names("validation/")), default=0.0)
-    return Evidence(series.since(name, lambda each: each >= 0.7), name,
+    value = middle(series.last(series.reward, RECENT if same else 8))
+    cause, remedy = _why_no_signal(series, value, recent)
+    parts = ", ".join(f"`{each.removeprefix('reward/')}`" for each in series.parts)
+    return Evidence(series.since(std, lambda each: each <= 1e-9) if same else
+                    series.since(name, lambda each: each >= 0.7), series.reward if same else name,
+                    f"Every completion earns {value:.3g} ({parts or 'reward'}), so that nothing is learnt" if same else
                     f"In {middle(recent):.0%} of the groups all samples earn the same, and teach nothing",
-                    "the problems are too easy" if easy else
-                    f"hardly any answer is right, and of the held-out ones {held_out:.0%} are: the training prompts "
-                    "have another form (template), or other reference answers" if value < 0.25 * held_out else
-                    "hardly any answer is right: the problems are too hard, the prompts have another form (template) "
-                    "than the model knows, or the reference answers are wrong or in a form that the reward does not "
-                    "read" if value < 0.1 else
-                    "the policy gives a prompt the same answer again and again: too low a temperature, or too little "
-                    "entropy",
-                    "data of another difficulty, or a node `informative_groups` as dapo.yaml has it" if easy else
-                    f"roles.{series.trained_role}.generation.temperature=1.0, a larger group_size, or easier data",
-                    {"share": middle(recent), "reward": value})
+                    cause, remedy, {"share": 1.0 if same else middle(recent), "reward": value})
+
+
+def _why_no_signal(series: Series, value: float, silent: Sequence[float]) -> tuple[str, str]:
+    """Return the probable cause of equal rewards, and what to change."""
+    generation, reward = f"roles.{series.trained_role}.generation", "nodes.reward.with.reward"
+    least, most = (pick([each for _, each in series.known(f"reward/{name}")] or [value])
+                   for name, pick in (("min", min), ("max", max)))
+    paid = "try the reward on a few completions of samples.jsonl, and change  " + reward
+    if series.copied and series.narrowed:
+        return "a prompt gets the same answer again and again, since sampling is narrowed", series.narrowed
+    if least < 0 >= most:
+        return ("no completion has ever earned more than 0: a weight has the wrong sign, or all parts are penalties",
+                f"{reward}: a weight above 0 for what is right")
+    if value > 0.9 * most > 0 and value > 0.9:
+        return ("the problems are too easy",
+                "data of another difficulty, or a node `informative_groups` as dapo.yaml has it")
+    if silent and min(silent) == 1 and most > least and max(series.last("reward/std", 8) or [0.0]) > 0 and \
+            series.known("response/alike") and not series.copied:
+        return ("the reward does not depend on the completion: it reads the prompt or the record in its place, or one "
+                "verdict is kept for all samples of a prompt", paid)
+    if series.worse_than_held_out:
+        return series.worse_than_held_out
+    if value < 0.1:
+        return ("hardly any completion earns anything: the reward does not find what it looks for, the reference "
+                "answers are wrong, the prompts have another form (template) than the model knows, or the problems are "
+                "too hard",
+                f"{paid} , or take easier data")
+    if max(series.last("reward/std", RECENT) or [1.0]) <= 1e-9:
+        return "the reward function pays the same for every completion: an error in it is taken for a verdict", paid
+    return ("the policy gives a prompt the same answer again and again: too low a temperature, or too little entropy",
+            f"{generation}.temperature=1.0, a larger group_size, or easier data")
 
 
 @detector(rows="high")
@@ -111,7 +120,8 @@ def reward_noise(series: Series) -> Evidence | None:
     return Evidence(series.since(name, lambda value: value > 0.1), name,
                     f"{middle(recent):.0%} of the completions that equal another one to their prompt earn something "
                     "else", "the reward is noise: a judge that contradicts itself, a sandbox that fails now and then, "
-                    "or rewards of other rows", "score one completion several times; a judge wants  temperature 0 , or "
+                    "verdicts kept for other completions, or rewards of other rows",
+                    "score one completion several times; a judge wants  temperature 0 , or "
                     "several verdicts", {"inconsistent": middle(recent)})
 
 
@@ -120,7 +130,7 @@ def reward_changed(series: Series) -> Evidence | None:
     """The mean reward, or its deviation, leaps within a few steps and stays there."""
     for name in (series.reward, "reward/std"):
         recent, before = series.last(name, RECENT), series.before(name, RECENT, 10, 6)
-        if not recent or not before:
+        if not recent or not before or max(series.last("reward/std", 3) or [1.0]) <= 1e-9:  # which `no_signal` says
             continue
         old, noise = middle(before), max(spread(before), variance(before) ** 0.5, 0.02, 0.1 * abs(middle(before)))
         gaps = [abs(value - old) / noise for value in recent]
@@ -247,6 +257,8 @@ def held_out_falls(series: Series) -> Evidence | None:
     if not earned or middle(series.last(series.reward, 4)) < middle(earned) - 0.02:
         return None
     return Evidence(since, name, f"`{name}` fell from {best:.3f} to {now:.3f} while the reward in training did not",
+                    "the training reward has the wrong sign: nothing has ever earned more than 0"
+                    if max((each for _, each in series.known("reward/max")), default=1.0) <= 0 else
                     "the policy learns what earns in training alone: wrong answers in the training data, a reward that "
                     "can be gamed or pays for the wrong thing, or problems that it knows by heart",
                     "compare the completions with their answers; keep the best with  validation.best=true",

@@ -109,6 +109,41 @@ class Series:
         return [int(self.number(key, 0.0)) for key in self.settings if key.endswith(".with.group_size")]
 
     @property
+    def copies_policy(self) -> bool:
+        """Whether a role takes the policy's weights after each step."""
+        return any(self.number(f"roles.{key.split('.')[1]}.follow.mix", 1.0) == 1 and value == "1"
+                   for key, value in self.settings.items() if key.endswith(".follow.every"))
+
+    @property
+    def narrowed(self) -> str:
+        """The settings by which sampling has fewer tokens to choose from, with the values that lift them."""
+        start = f"roles.{self.trained_role}.generation."
+        lifted = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0}
+        return " , ".join(f"{start}{name}={usual}" for name, usual in lifted.items()
+                          if self.number(f"{start}{name}", usual) != usual)
+
+    @property
+    def copied(self) -> bool:
+        """Whether nearly all samples of a prompt are alike."""
+        recent, sizes = self.last("response/alike", 3), self.group_sizes
+        return bool(recent) and len(sizes) == 1 and sizes[0] > 1 and min(recent) >= 0.98 * (1 - 1 / sizes[0])
+
+    @property
+    def worse_than_held_out(self) -> tuple[str, str] | None:
+        """Why training prompts are answered far worse than held-out ones, and what to change; None if they are not."""
+        held_out = max((self.known(each)[-1][1] for each in self.known_names("validation/")), default=0.0)
+        if not 0 <= middle(self.last(self.reward, 8)) < 0.25 * held_out:
+            return None
+        key = f"roles.{self.trained_role}.generation.temperature"
+        seen = f"hardly any answer is right, and of the held-out ones {held_out:.0%} are: "
+        if (heat := self.number(key, 1.0)) > 1:
+            return f"{seen}a temperature of {heat:g} makes completions random", f"{key}=1"
+        return (f"{seen}the training prompts have another form (template, instructions) or other reference answers, or "
+                "their reward does not find what it looks for",
+                "compare a prompt of samples.jsonl with a held-out one (data.train, data.question, data.answer), and "
+                "their rewards")
+
+    @property
     def window(self) -> int:
         """Steps in which something must be seen: more of them where each has few rows."""
         return RECENT if (self.last("samples", 1) or [math.inf])[0] >= 32 else 3 * RECENT

@@ -38,7 +38,6 @@ def test_noise_is_no_fault(seed):
 
 
 @pytest.mark.parametrize(("detector", "changed"), [
-    ("reward_constant", {"reward__std": 0.0, "reward__mean": 0.5}),
     ("answers_not_found", {"reward__unanswered": 0.9}),
     ("reward_noise", {"reward__inconsistent": 0.6}),
     ("no_signal", {"reward__zero_std_groups": 0.95}),
@@ -51,8 +50,8 @@ def test_noise_is_no_fault(seed):
     ("kl_runs_off", {"policy__kl_reference": 2.0}),
     ("ratio_clipped", {"policy__clip_ratio": 0.5}),
     ("mismatch", {"mismatch__logprob_mean": 0.2, "mismatch__logprob_late": 0.4}),
-    ("no_gradient", {"grad_norm": 0.0}),
-    ("learning_rate", {"learning_rate": 1e-10}),
+    ("policy_stuck", {"grad_norm": 0.0}),
+    ("policy_stuck", {"learning_rate": 1e-10}),
     ("advantage_sign", {"advantages__reward_correlation": -0.9}),
     ("advantage_scale", {"advantages__std": 20.0}),
     ("value_head", {"value__explained": -2.0}),
@@ -148,6 +147,54 @@ def test_faults_of_the_start_that_settings_explain(detector, changed, step):
         assert [(fault.detector, fault.step) for fault in found if fault.detector == detector] == expected
 
 
+@pytest.mark.parametrize(("settings", "detector", "remedy"), [
+    ({"roles.actor.warmup_steps": "4000"}, "policy_stuck", "roles.actor.warmup_steps=20"),
+    ({"roles.actor.max_grad_norm": "1e-12", "roles.actor.learning_rate": "1e-6"}, "policy_stuck",
+     "roles.actor.max_grad_norm=1.0"),
+    ({"roles.actor.learning_rate": "1e-6"}, "policy_stuck", "roles.actor.freeze=[]"),
+    ({"roles.actor.learning_rate": "1e-6", "roles.actor.warmup_steps": "4000", "steps": "9000"}, "policy_stuck",
+     "roles.actor.freeze=[]"),
+    ({"roles.reference.follow.every": "1", "roles.reference.follow.mix": "1.0"}, "reference_moves", "follow=null"),
+])
+def test_a_policy_at_its_reference_is_told_by_what_keeps_it_there(settings, detector, remedy):
+    settings = {"roles.actor.learning_rate": "1e-4", **SETTINGS, "roles.actor.weight_decay": "0", **settings}
+    fault, = faults_of(steps_of(12, policy__kl_reference=0.0), settings)
+    assert (fault.detector, fault.step) == (detector, 8)
+    assert remedy in fault.evidence.remedy
+
+
+def test_a_kl_term_that_outweighs_advantages_is_told_with_its_weight():
+    near = {"policy__kl_reference": 0.002, "reward__mean": 0.4}
+    for weight, told in (("100", ["policy_stuck"]), ("0.01", [])):
+        faults = faults_of(steps_of(20, **near), {**SETTINGS, "roles.actor.weight_decay": "0",
+                                                  "nodes.update.with.kl": weight})
+        assert [fault.detector for fault in faults] == told
+
+
+EQUAL = {"reward/zero_std_groups": 1.0, "reward/mean": 0.2, "response/alike": 0.3, "reward/max": 1.0, "reward/min": 0.0}
+GENERATION = "roles.actor.generation."
+
+
+@pytest.mark.parametrize(("changed", "settings", "cause", "remedy"), [
+    ({}, {}, "does not depend on the completion", "nodes.reward.with.reward"),
+    ({"response/alike": 0.875}, {f"{GENERATION}top_p": "0.05"}, "sampling is narrowed", f"{GENERATION}top_p=1"),
+    ({"reward/mean": -0.2, "reward/max": 0.0, "reward/min": -1.0}, {}, "the wrong sign", "a weight above 0"),
+    ({"reward/mean": 0.02, "validation/heldout": 0.4, "response/alike": 0.875}, {}, "another form", "data.train"),
+    ({"reward/mean": 0.95}, {}, "too easy", "informative_groups"),
+])
+def test_equal_rewards_are_told_by_their_cause(changed, settings, cause, remedy):
+    steps = [line | EQUAL | changed for line in steps_of(12)]
+    fault = next(fault for fault in faults_of(steps, {**SETTINGS, **settings}) if fault.detector == "no_signal")
+    assert cause in fault.evidence.cause
+    assert remedy in fault.evidence.remedy
+
+
+def test_answers_that_a_stop_text_cuts_off_are_told_by_it():
+    steps = [line | {"reward/unanswered": 1.0} for line in steps_of(12)]
+    fault, = faults_of(steps, {**SETTINGS, "roles.actor.weight_decay": "0", f"{GENERATION}stop": '["####"]'})
+    assert (fault.detector, fault.evidence.remedy) == ("answers_not_found", f"{GENERATION}stop=[]")
+
+
 def test_records_that_come_again_and_again():
     steps = [line | {"epoch": 0.8 * line["step"]} for line in steps_of(20, first=1000)]
     assert [(fault.detector, fault.step) for fault in faults_of(steps)] == [("data_repeats", 10)]
@@ -206,12 +253,12 @@ def test_a_run_that_a_detector_stops_keeps_the_checkpoint_before(launch, workspa
     dag = (workspace / "grpo.yaml").read_text().replace("brevity", "flat")
     (workspace / "flat.yaml").write_text(dag)
     done = launch(2, "--dag", "flat.yaml", "--run-file", "tiny.yaml", "--name", "it", "--set", "steps=30", "--set",
-                  "robust.detectors.reward_constant=stop")
+                  "robust.detectors.no_signal=stop")
     run = workspace / "runs/it"
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps[-1] == 9
     assert [step_of(path) for path in complete_checkpoints(run / "checkpoints")] == [2, 4]
     assert "after step 4:  distflow resume" in done.stdout
-    event, = (json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if "reward_constant" in line)
+    event, = (json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if "no_signal" in line)
     assert (event["since"], event["step"]) == (6, 9)
     assert not (run / "model").exists()

@@ -300,7 +300,7 @@ def _without_a_process(completion: str, answer: str, *, strict: bool = True) -> 
     verdicts = [_of_numbers(completion, reference, strict) for reference in references_of(answer)]
     verdict = 1.0 if 1.0 in verdicts else None if None in verdicts else 0.0
     if verdict is not None:
-        current().mean("reward/unanswered", float(not verdict and marked_answer(completion) is None))
+        current().mean("reward/unanswered", float(not verdict and not marked_answer(completion)))
     return verdict
 
 
@@ -370,7 +370,7 @@ def math(completion: str, answer: str, *, strict: bool = True) -> float:
     if verdict is not None:
         return verdict
     right = any(_is_right(completion, reference) for reference in references_of(answer))
-    current().mean("reward/unanswered", float(not right and marked_answer(completion) is None))
+    current().mean("reward/unanswered", float(not right and not marked_answer(completion)))
     return float(right)
 
 
