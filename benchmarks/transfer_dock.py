@@ -17,6 +17,9 @@ Its rows lie in the two storage shards in turns, so none of them is beside the o
 
 With each storage shard that is added, what goes through the busiest one should fall in proportion (MindSpeed RL, Fig.
 9): that is counted in bytes, not timed, since on few cores all storage shards share what one can do.
+
+`--leases`: leases, each with its commit, of 1, 4 and 16 consumers, which have an index each, in two processes in turns.
+Leases per second of these processes' own time tell what an index can serve; by the clock the one client has its part.
 """
 
 from __future__ import annotations
@@ -26,10 +29,12 @@ import secrets
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.contender import Contender, await_calm, serve
@@ -38,11 +43,13 @@ from benchmarks.ratio import Spread, conclude, interleaved, least, options, pars
 from distflow.data.batch import Batch, Ragged
 from distflow.data.row_copies import COPIES
 from distflow.dock import Consumer, DockClient, StorageShardServer
-from distflow.dock.process import start
+from distflow.dock.process import ShardProcess, start
 
 GOAL, BUSIEST_GOAL, CLIENTS, SHARD_COUNTS = 2.0, 1.05, (1, 2, 4, 8), (1, 2, 4, 8)
 COPIES_GOAL, SHAPES, WARM = 8.0, ((1024, 2048), (2048, 1024), (4096, 512)), 3
 """Rows and tokens of each, all of 24 MiB; rounds of which no time is taken."""
+CONSUMERS, LEASED, LEASES_GOAL = (1, 4, 16), 8, 0.8
+"""Numbers of consumers, rows of a lease, and the least share of one consumer's rate."""
 _COLUMNS = ("tokens", "logprobs", "rewards")
 _WAIT = 60.0
 
@@ -208,6 +215,47 @@ def show_copies(rounds: int) -> list[Spread]:
     return found
 
 
+def lease_rates(consumers: int, count: int) -> tuple[float, float]:
+    """Return leases per second of the shards' processor time, and by the clock, of `count` leases in all."""
+    token = secrets.token_bytes(32)
+    children = [start(token) for _ in range(2)]
+    names, each = [f"consumer {number}" for number in range(consumers)], count // consumers
+    with DockClient([child.address for child in children], token, "alone", timeout=_WAIT) as dock:
+        dock.configure(tuple(Consumer(name, _COLUMNS, home=number % 2) for number, name in enumerate(names)))
+        dock.put(batch_of(torch.arange((1 + each) * LEASED), 1))
+        for name in names:  # which waits until its index has the rows
+            dock.commit(dock.lease(name, LEASED, least=LEASED, wait=_WAIT))
+        processor, begin = _processor_seconds(children), time.perf_counter()
+        for _ in range(each):
+            for name in names:
+                lease = dock.lease(name, LEASED, wait=_WAIT)
+                if len(lease.ids) != LEASED:
+                    raise SystemExit(f"{name} got {len(lease.ids)} of {LEASED} rows")
+                dock.commit(lease)
+        seconds, processor = time.perf_counter() - begin, _processor_seconds(children) - processor
+    for child in children:
+        child.stop()
+    return each * consumers / processor, each * consumers / seconds
+
+
+def _processor_seconds(children: Sequence[ShardProcess]) -> float:
+    times = [psutil.Process(child.process.pid).cpu_times() for child in children]
+    return sum(each.user + each.system for each in times)
+
+
+def show_leases(given: Namespace) -> None:
+    """Print the rates of leases, for each number of consumers in turns, and the claim that more cost no more."""
+    pairs = interleaved({str(consumers): lambda _, consumers=consumers: lease_rates(consumers, 256 * given.cycles)
+                         for consumers in CONSUMERS}, given.repeats)
+    for consumers in CONSUMERS:
+        own, clock = (Spread.of([pair[str(consumers)][place] for pair in pairs]) for place in range(2))
+        print(f"{consumers} consumer{'s' * (consumers > 1)}  leases of {LEASED} rows per second of the shards' time: "
+              f"{own}  by the clock: {clock}", flush=True)
+    own = [{name: pair[name][0] for name in pair} for pair in pairs]
+    conclude(f"leases per second of the shards' time, {CONSUMERS[-1]} consumers over one",
+             ratios(own, str(CONSUMERS[-1]), str(CONSUMERS[0]), float), LEASES_GOAL)
+
+
 def show_shards(given: Namespace) -> bool:
     """Print how the load divides; True if the busiest storage shard stays near the even share."""
     good = True
@@ -232,9 +280,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64, help="of each put and get")
     parser.add_argument("--tokens", type=int, default=512, help="of a row on average")
     parser.add_argument("--cycles", type=int, help="put → list → get, by each client in a round; default 16, quick 4")
+    parser.add_argument("--leases", action="store_true", help="leases of many consumers alone")
     given = parsed(parser)
     given.cycles = given.cycles or (4 if given.quick else 16)
     given.clients = (1, 2) if given.quick else CLIENTS
+    if given.leases:
+        show_leases(given)
+        return
     print(COPIES, flush=True)
     even = show_shards(given)
     copies = show_copies(given.cycles)
