@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from harness import ROOT, events_of, metrics_of
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from transformers import CONFIG_MAPPING, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 from distflow.config.load import load
 from distflow.data.batch import Ragged
@@ -102,6 +105,46 @@ def test_the_optimal_baseline_weighs_rewards_by_length():
     responses = Ragged.from_rows([torch.zeros(length) for length in (1, 3, 2, 0)])
     advantages = opo.optimal_baseline(torch.tensor([1.0, 0.0, 1.0, 2.0]), torch.tensor([7, 7, 2, 2]), responses)
     assert advantages.tolist() == [0.75, -0.25, 0.0, 1.0]
+
+
+ENCODERS = {"bert": {}, "roberta": {"pad_token_id": 1, "max_position_embeddings": 66}, "electra": {},
+            "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}}
+
+
+def encoder(kind: str, folder: Path) -> Path:
+    """Write a tiny classifier of a kind, with a tokenizer of letters that pairs texts."""
+    words = {"<s>": 0, "<pad>": ENCODERS[kind].get("pad_token_id", 3), "</s>": 2, "<unk>": 4}
+    letters = Tokenizer(models.WordLevel({**words, **{chr(32 + each): 5 + each for each in range(95)}}, "<unk>"))
+    letters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    letters.post_processor = processors.BertProcessing(("</s>", 2), ("<s>", 0))
+    PreTrainedTokenizerFast(tokenizer_object=letters, pad_token="<pad>", model_max_length=64).save_pretrained(folder)
+    config = CONFIG_MAPPING[kind](vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+                                  intermediate_size=64, num_labels=1, **ENCODERS[kind])
+    torch.manual_seed(1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_an_encoder_scores_padded_pairs_as_each_alone(kind, tmp_path):
+    folder = encoder(kind, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    plain = AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager").eval()
+    questions = ["2 + 3?", "What is the sum of one and one?", "Who?", "x" * 90]
+    answers = ["5", "It is 2, as one and one are two.", "", "short"]
+    found = module("encoder_reward").encoder_reward(answers, questions, model=str(folder), rows=3)
+    alone = [plain(**tokenizer([question], [answer], truncation=True, return_tensors="pt")).logits.item()
+             for question, answer in zip(questions, answers)]
+    assert found == pytest.approx(alone, abs=1e-5)
+    assert len({round(each, 3) for each in found}) == 4
+
+
+def test_the_reward_of_an_encoder_runs(run, tmp_path):
+    folder = encoder("roberta", tmp_path / "encoder")
+    metrics = run("encoder_reward", "steps=1", f"nodes.reward.with.reward={{'encoder_reward:encoder_reward': "
+                  f"{{model: {folder}}}}}")
+    assert metrics[1]["reward/failed"] == 0
+    assert metrics[1]["reward/std"] > 0
 
 
 @pytest.mark.run
