@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 from distflow.config import command_line
 from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.dag import Dag
+from distflow.config.downloads import half_download
 from distflow.config.families import why_refused
 from distflow.config.freeze import check_freeze
 from distflow.config.hub import data_set_line, fetched
 from distflow.config.loggers import lack_of, loggers_of
 from distflow.config.memory_limit import limited_command, why_unbounded
-from distflow.config.model_code import needs_code, read_json, refusal
+from distflow.config.model_code import needs_code, refusal
 from distflow.config.models import (
     check_engines,
     check_lora,
@@ -36,12 +37,11 @@ from distflow.contracts.functions import find_functions
 from distflow.contracts.losses import check_losses, qualify_losses
 from distflow.contracts.rewards import check_rewards
 from distflow.contracts.templates import check_templates
-from distflow.errors import Diagnostic, InvalidInput, listing, shown
+from distflow.errors import Diagnostic, InvalidInput, shown
 from distflow.plan import SOURCE
 
-_WEIGHTS = {"weights (*.safetensors)": ["*.safetensors", "pytorch_model*.bin"]}
-_TOKENIZER = {"tokenizer (tokenizer.json)": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
 _OTHER_MODEL = "Take a decoder that completes texts, as Qwen/Qwen3-0.6B: one that `AutoModelForCausalLM` loads."
+_ENCODER_REWARD = " A classifier of another kind gives rewards as a reward function: see examples/encoder_reward."
 _COUNTED = 2**26  # bytes up to which the records of a file are counted while its name is checked
 DEFAULT_RUN = "embedded"
 
@@ -222,20 +222,17 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str, bool]:
     try:
         content = read_config(folder / "config.json")
         if why := why_refused(content):
-            return f"`{shown(folder)}` holds no causal language model: {why}", _OTHER_MODEL, False
+            other = _OTHER_MODEL + _ENCODER_REWARD * (spec.dag.roles[role].head == "value")
+            return f"`{shown(folder)}` holds no causal language model: {why}", other, False
         if shape := shape_of(content):
             spec.shapes[role] = shape
         if quantized := content.get("quantization_config"):
             return _quantized(folder, quantized)
     except ValueError as error:
         return f"{shown(folder / 'config.json')} is not the configuration of a language model: {error}", "", False
-    needed = _TOKENIZER if hub else _WEIGHTS | _TOKENIZER  # which are downloaded later
-    for kind, patterns in needed.items():
-        if not any(next(folder.glob(pattern), None) for pattern in patterns):
-            return f"`{shown(folder)}` is no whole model folder: it has no {kind}", remedy, True
-    if not hub and (missing := _missing_parts(folder)):
-        return f"`{shown(folder)}` is no whole model folder: {listing(missing, 'its index names, and it lacks')}", \
-            remedy, True
+    if lack := half_download(folder, weights=not hub):  # which are downloaded later
+        return f"`{shown(folder)}` is no whole model folder: {lack}", \
+            f"Download it again, in a clone by  git lfs pull . {remedy}", True
     return "", "", False
 
 
@@ -245,16 +242,6 @@ def _quantized(folder: Path, how: Any) -> tuple[str, str, bool]:
     return (f"`{shown(folder)}` has quantized weights (quant_method: {method}), and training needs them whole",
             "Take the model that was quantized, or write it with whole weights by transformers, if it dequantizes "
             "this method:  model.dequantize().save_pretrained(…)", True)
-
-
-def _missing_parts(folder: Path) -> list[str]:
-    """Return the files of weights that a folder's index names and that are not there, as after half a download."""
-    index = folder / "model.safetensors.index.json"
-    try:
-        named = read_json(index)["weight_map"].values() if index.is_file() else ()
-        return sorted({file for file in named if not (folder / file).is_file()})
-    except (ValueError, LookupError, TypeError, AttributeError):  # which loading reports
-        return []
 
 
 def _unset_keys(spec: Spec) -> list[Diagnostic]:

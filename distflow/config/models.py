@@ -9,7 +9,6 @@ Sizes are `distflow.config.sizes`'s.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from distflow.config.downloads import safetensors_header
 from distflow.config.extras import pip_line
 from distflow.config.families import has_classifier, why_refused
 from distflow.config.hub import tensor_shapes
@@ -129,11 +129,13 @@ def check_engines(spec: Spec) -> list[Diagnostic]:
 
 
 def _config_of(spec: Spec, role: str) -> dict[str, Any]:
-    """Return the configuration of a role's model; of one that is not known or built here, of a family that all know."""
+    """Return the configuration of a role's model, of a tiny architecture its type alone; of one that is not known, of a
+    family that all know."""
     model = spec.model_of(role)
     folder = find(model.path, "models", spec.folder) if model and model.path else None
     try:
-        return read_config(folder / "config.json") if folder else {"model_type": "qwen3"}
+        return read_config(folder / "config.json") if folder else \
+            {"model_type": (model and model.architecture) or "qwen3"}
     except (OSError, ValueError):  # which is another mistake
         return {"model_type": "qwen3"}
 
@@ -390,14 +392,11 @@ def _of_embedded_vision(vision: dict[str, Any]) -> Linears:
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:
-    """Return the shapes in a safetensors file's header; {} for a truncated one, which loading reports."""
-    with file.open("rb") as opened:
-        header = opened.read(int.from_bytes(opened.read(8), "little"))
+    """Return the shapes in a safetensors file's header; {} for a truncated one."""
     try:
-        listed = json.loads(header)
-    except (ValueError, RecursionError):
+        return {name: item["shape"] for name, item in safetensors_header(file)[1].items()}
+    except (ValueError, LookupError, TypeError, AttributeError):
         return {}
-    return {name: item["shape"] for name, item in listed.items() if name != "__metadata__"}
 
 
 def adapted(spec: Spec, role: str) -> Lora | None:

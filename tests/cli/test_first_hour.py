@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import ROOT
+from harness import ROOT, model_folder
 
 from distflow.cli import main, runs
 from distflow.config.loggers import lack_of
@@ -143,12 +143,9 @@ def test_an_old_python_is_refused_before_anything_is_downloaded(folder: Path) ->
     ("0", "GPUs, where `dtype: auto` is bfloat16. On CPUs it is ", "float32", 2)])
 def test_a_plan_says_for_what_device_it_counts(folder: Path, capsys, monkeypatch, visible, counted, other, width):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    (folder / "model").mkdir()
-    (folder / "model/config.json").write_text(
-        '{"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 300, "head_dim": 32, '
-        '"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 128, "dtype": "bfloat16"}')
-    for file in ("model.safetensors", "tokenizer.json"):
-        (folder / "model" / file).touch()
+    model_folder(folder / "model", {
+        "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 300, "head_dim": 32,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 128, "dtype": "bfloat16"})
     plan = ["plan", "grpo", "--set", "roles.actor.model=model"]
     assert main(plan) == 0
     out = capsys.readouterr().out

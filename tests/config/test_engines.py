@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from importlib.metadata import PackageNotFoundError
 from unittest.mock import Mock
 
 import pytest
+from harness import model_folder
 
 from distflow.cli import main
 from distflow.config.extras import pip_line
@@ -93,11 +93,7 @@ def test_models_that_megatron_does_not_compute_are_known_by_their_configurations
 
 def test_a_model_that_megatron_does_not_compute_is_refused_before_the_start(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.16.1")
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    for name, text in (("config.json", json.dumps({**TINY, "hidden_act": "gelu"})), ("tokenizer.json", ""),
-                       ("model.safetensors", "")):
-        (folder / name).write_text(text)
+    folder = model_folder(tmp_path / "tiny", {**TINY, "hidden_act": "gelu"})
     command = ["sft", "--ranks", "1", "--set", f"roles.actor.model={folder}", "--set", "roles.actor.engine=megatron"]
     assert main(["validate", *command]) == 2
     assert "wants `engine: megatron`, which cannot compute its model: it knows  hidden_act: silu" \

@@ -12,6 +12,9 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+import torch
+from harness import model_folder
+from safetensors.torch import save_file
 
 from distflow.config import sizes
 from distflow.config.load import load_for_planning
@@ -109,10 +112,8 @@ def test_what_transformers_or_engines_refuse_is_refused(cache: Path, config: dic
 
 
 def write(folder: Path, config: dict | str) -> Path:
-    folder.mkdir()
+    model_folder(folder, {})
     (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
-    for name in ("model.safetensors", "tokenizer.json"):
-        (folder / name).touch()
     return folder
 
 
@@ -135,15 +136,61 @@ def test_what_is_no_causal_language_model_is_refused_with_its_line(tmp_path: Pat
     assert not mistake.of_machine
 
 
-def test_quantized_weights_and_half_a_download_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
+def test_quantized_weights_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
     config = {**PLAIN, "model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4}}
-    quantized, half = write(tmp_path / "quantized", config), write(tmp_path / "half", {**PLAIN, "model_type": "llama"})
-    (half / "model.safetensors.index.json").write_text(json.dumps(
-        {"weight_map": {"model.norm.weight": "model.safetensors", "lm_head.weight": "model-2.safetensors"}}))
-    for folder, says in ((quantized, "has quantized weights (quant_method: awq), and training needs them whole"),
-                         (half, "its index names, and it lacks: model-2.safetensors")):
-        mistakes = load_for_planning("sft", None, [f"roles.actor.model={folder}"]).mistakes
-        assert [mistake for mistake in mistakes if says in mistake.what and mistake.of_machine]
+    assert "has quantized weights (quant_method: awq), and training needs them whole" in refused_on_this_machine(
+        write(tmp_path / "quantized", config))
+
+
+def refused_on_this_machine(folder: Path) -> str:
+    mistakes = load_for_planning("sft", None, [f"roles.actor.model={folder}"]).mistakes
+    return "\n".join(mistake.what for mistake in mistakes if mistake.of_machine)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 34\n"
+INDEX = json.dumps({"weight_map": {"a": "part-1.KIND", "b": "part-2.KIND"}})
+TORCH = "pytorch_model.bin"
+
+
+@pytest.mark.parametrize(("file", "content", "says"), [
+    ("model.safetensors.index.json", INDEX.replace("KIND", "safetensors"), "and it lacks: part-1.safetensors, part-2"),
+    ("pytorch_model.bin.index.json", INDEX.replace("KIND", "bin"), "its index names, and it lacks: part-1.bin, part-2"),
+    ("pytorch_model.bin.index.json", INDEX[:30], "its index of weights is cut or damaged"),
+    ("model-1-of-2.safetensors", "", "by a name that is loaded (model.safetensors or pytorch_model.bin, or an index of "
+     "parts). It has: model-1-of-2.safetensors"),
+    ("model.safetensors", "", "model.safetensors is empty"), (TORCH, "", "pytorch_model.bin is empty"),
+    ("model.safetensors", POINTER, "model.safetensors is a pointer of Git LFS, not the file"),
+    (TORCH, POINTER, "pytorch_model.bin is a pointer of Git LFS"),
+    ("model.safetensors", 20, "model.safetensors is cut off within its header"),
+    ("model.safetensors", -1, "model.safetensors is cut off: it has "), (TORCH, -30, "pytorch_model.bin is cut off"),
+    ("tokenizer.json", POINTER, "tokenizer.json is a pointer of Git LFS"),
+    ("tokenizer.json", '{"model": {"vocab": {"a": 0, "b"', "tokenizer.json is cut off"),
+    ("tokenizer.json", "", "tokenizer.json is empty"),
+    ("generation_config.json", '{"eos_token_id": [1,', "generation_config.json is cut off"),
+    ("tokenizer_config.json", '{"eos_token":', "tokenizer_config.json is cut off"),
+    ("tokenizer.json", None, ""), ("model.safetensors", None, ""), (TORCH, None, "")])
+def test_half_a_download_is_refused_before_weights_are_loaded(tmp_path: Path, file: str, content: str | bytes | int,
+                                                              says: str) -> None:
+    """A number is where a whole file of weights is cut."""
+    folder = write(tmp_path / "model", {**PLAIN, "model_type": "llama"})
+    if file not in ("model.safetensors", "tokenizer.json") and not file.startswith(("generation", "tokenizer")):
+        (folder / "model.safetensors").unlink()
+    tensors = {"model.norm.weight": torch.ones(64)}
+    save_file(tensors, folder / file) if file == "model.safetensors" else None
+    torch.save(tensors, folder / file) if file == TORCH else None
+    if content is not None:
+        whole = (folder / file).read_bytes() if isinstance(content, int) else b""
+        (folder / file).write_bytes(whole[:content] if isinstance(content, int) else
+                                    content if isinstance(content, bytes) else content.encode())
+    said = refused_on_this_machine(folder)
+    assert says in said
+    assert bool(said) == bool(says)
+
+
+def test_an_encoder_as_reward_model_is_refused_with_the_way_that_takes_it(tmp_path: Path) -> None:
+    folder = write(tmp_path / "encoder", {"model_type": "roberta"})
+    hints = [mistake.hint for mistake in load_for_planning("ppo", None, [f"roles.critic.model={folder}"]).mistakes]
+    assert any("see examples/encoder_reward" in hint for hint in hints)
 
 
 def test_a_value_head_is_refused_where_transformers_has_no_classifier(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from preflight_tasks import ANSWERED, CALLED, PAIRS, SUMS, TOOLS, Task, changed, check_fault, proved
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -42,7 +43,7 @@ def with_tools(folder: Path) -> str:
     sizes = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 512, "num_attention_heads": 2,
              "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 16, "tie_word_embeddings": True}
     (folder / "model/config.json").write_text(json.dumps({"model_type": "qwen3", **sizes}))
-    (folder / "model/model.safetensors").touch()
+    save_file({}, folder / "model/model.safetensors")
     return str(folder / "model")
 
 
