@@ -62,6 +62,7 @@ _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _SSM = {"mamba_n_heads": 8, "mamba_d_head": 16}
+_TURNED = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {**_SSM, "attn_layer_indices": [1]},
     "cohere": {"logit_scale": 0.25}, "cohere2": {"logit_scale": 0.25}, "cohere2_moe": {"logit_scale": 0.25},
@@ -96,6 +97,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
                        "indexer_compress_ratio": 4, "output_gate_type": "sigmoid", "hc_lowrank": 16},
+    "qwen2_vl_text": {"rope_parameters": _TURNED}, "qwen2_5_vl_text": {"rope_parameters": _TURNED},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "roc_bert": {"pronunciation_vocab_size": 9, "shape_vocab_size": 9},
     "xlstm": {"qk_dim_factor": 1.0},

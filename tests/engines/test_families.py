@@ -15,6 +15,7 @@ import pytest
 import torch
 from engines import families, family_checks
 from harness import ROOT
+from transformers import AutoModelForImageTextToText
 
 from distflow.errors import DistflowError
 from workers.engines.capabilities import bound_time_steps
@@ -96,6 +97,17 @@ def test_every_right_family_passes_the_proofs_of_a_start():
 
 def test_the_page_is_made_from_the_results():
     assert generate.MODELS.read_text() == generate.models_page(), "docs/models.md is stale. Make it again:  make docs"
+
+
+@elsewhere
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "llava", "mistral3"])
+def test_a_model_that_sees_computes_rows_of_text_alone_as_its_own_code_does(kind, tmp_path, monkeypatch):
+    for module in (families, family_checks):
+        monkeypatch.setattr(module, "AutoModelForCausalLM", AutoModelForImageTextToText)
+    family_checks.write(kind, tmp_path)
+    found = family_checks.trained(tmp_path) | family_checks.sampled(tmp_path)
+    assert found.pop("way") == "own"
+    assert max(found.values()) < 1e-5, found
 
 
 def test_time_steps_of_one_token_are_bounded_as_those_of_many():

@@ -102,6 +102,16 @@ def _bounded(mixer: Any, bounds: list[float | None], _: nn.Module, __: Any, proj
     return torch.cat([projected[..., : -mixer.num_heads], steps], -1)
 
 
+def require_tokens_alone(kind: type[PreTrainedModel]) -> None:
+    """Raise EngineError: a class of models takes something before its tokens, or needs more than these."""
+    first, *more = [*inspect.signature(kind.forward).parameters.values()][1:]  # without self
+    needed = [each.name for each in more if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    if first.name != "input_ids" or needed:
+        other = needed[0] if first.name == "input_ids" else first.name
+        raise EngineError(f"{kind.__name__} reads `{other}` besides tokens in each row, and rows here may be of text "
+                          "alone. Give the role a decoder of text")
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return the layers of the language model. Raises EngineError: it has none in a list."""
     for root in (model.get_decoder(), model.base_model):  # some call their head `decoder`

@@ -32,14 +32,14 @@ from transformers import (
 
 from distflow.config.sizes import REFUSED, Attention, Shape
 from distflow.errors import EngineError
-from workers.engines.capabilities import Capabilities
+from workers.engines.capabilities import Capabilities, require_tokens_alone
 
 _TOKENS = 5  # that the model reads; no state of a fixed size is likely to have such a dimension
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 _EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k",
                        "num_selected_experts")
 """Names that configurations have for these numbers."""
-_NO_POSITIONS = ("vision", "visual", "image", "audio", "relative")
+_NO_POSITIONS = ("vision", "visual", "image", "video", "audio", "relative")
 
 
 def shapes_of(config: PretrainedConfig) -> Iterator[Shape]:
@@ -47,8 +47,12 @@ def shapes_of(config: PretrainedConfig) -> Iterator[Shape]:
     that it reads. Raises EngineError: no engine could compute it."""
     seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
-    with torch.device("meta"):
-        model = kind.from_config(config).eval()
+    try:
+        with torch.device("meta"):
+            model = kind.from_config(config).eval()
+    except (ImportError, ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError) as error:
+        raise EngineError(f"transformers cannot build it ({type(error).__name__}: {_line(error)})") from error
+    require_tokens_alone(type(model))
     shape = replace(_sizes(model, config), token_pixels=_token_pixels(config) if seeing else 0)
     yield shape
     earned = Capabilities.of(model)
@@ -57,11 +61,18 @@ def shapes_of(config: PretrainedConfig) -> Iterator[Shape]:
     for part in model.modules():
         if type(part).__name__.endswith("Experts"):  # which ask for values where they divide tokens
             part.forward = lambda states, *_, **__: torch.empty_like(states)
-    with torch.no_grad():
-        read = model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long, device="meta"), use_cache=True)
+    try:
+        with torch.no_grad():
+            read = model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long, device="meta"), use_cache=True)
+    except (ValueError, TypeError) as error:  # not of torch, which raises others for a model without weights
+        raise EngineError(f"it does not read tokens alone ({type(error).__name__}: {_line(error)})") from error
     kept = getattr(read, "past_key_values", None) or getattr(read, "cache_params", None)
     kinds, state = _kept(getattr(kept, "layers", ()), config.get_text_config())
     yield replace(shape, attention=kinds, state=state)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 def _sizes(model: PreTrainedModel, config: PretrainedConfig) -> Shape:
@@ -154,7 +165,7 @@ def main() -> None:
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         except (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError) as error:
-            refuse(" ".join(f"{type(error).__name__}: {error}".split()))
+            refuse(f"{type(error).__name__}: {_line(error)}")
     if config.is_encoder_decoder:
         refuse("an encoder reads its prompts (is_encoder_decoder), and rows here are read by one decoder")
     print("null", flush=True)  # nothing is known yet

@@ -13,6 +13,7 @@ from distflow.data.batch import Ragged
 from distflow.errors import EngineError
 from workers.engines.attention import NAME, attend
 from workers.engines.capabilities import Capabilities, head_is_alone, prepare
+from workers.engines.description import shapes_of
 from workers.engines.fsdp import FSDPEngine
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -35,6 +36,12 @@ def test_capabilities_say_why_a_model_computes_by_its_own_code_and_whether_rows_
     assert plain in earned.plain
     assert bool(plain) == bool(earned.plain)
     assert earned.packs == packs
+
+
+@pytest.mark.parametrize("kind", ["blip", "blip-2", "instructblip", "kosmos-2"])
+def test_a_model_that_reads_more_than_tokens_is_refused_at_planning(kind):
+    with pytest.raises(EngineError, match=r"reads `(pixel_values|qformer_input_ids)` besides tokens in each row"):
+        next(shapes_of(CONFIG_MAPPING[kind]()))
 
 
 def varying(kind):
