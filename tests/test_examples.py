@@ -119,7 +119,7 @@ def encoder(kind: str, folder: Path) -> Path:
     letters.post_processor = processors.BertProcessing(("</s>", 2), ("<s>", 0))
     PreTrainedTokenizerFast(tokenizer_object=letters, pad_token="<pad>", model_max_length=64).save_pretrained(folder)
     config = CONFIG_MAPPING[kind](vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-                                  intermediate_size=64, num_labels=1, **ENCODERS[kind])
+                                  intermediate_size=64, num_labels=1, initializer_range=0.3, **ENCODERS[kind])
     torch.manual_seed(1)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
     return folder
