@@ -11,8 +11,8 @@ import torch.distributed as dist
 from layouts import train_context, write
 from ranks import run_ranks
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
+from benchmarks.device import held
 from distflow.config.load import load
 from distflow.data.batch import Batch, Ragged
 from planners import plan as make_plan
@@ -25,12 +25,6 @@ def folder(tmp_path, monkeypatch):
     write(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return str(tmp_path)
-
-
-def held(tensors) -> int:
-    """Bytes of the storages of tensors, or of this rank's parts of them."""
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in local}.values())
 
 
 def measured(folder: str, overrides: list[str]) -> dict[str, tuple[int, int]]:

@@ -89,6 +89,20 @@ def share_of(mesh: DeviceMesh) -> Batch:
     return uneven_rows().slice(cuts[here], cuts[here + 1])
 
 
+@contextlib.contextmanager
+def kept_for_backward() -> Iterator[dict[int, int]]:
+    """Bytes of each storage that the graph keeps for the backward pass, weights apart."""
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, torch.nn.Parameter) and not isinstance(tensor._base, torch.nn.Parameter):
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sizes
+
+
 def loss_of(logprobs, entropies, micro):
     return -logprobs.sum() / 22
 

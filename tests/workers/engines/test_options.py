@@ -10,7 +10,18 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch.distributed.tensor import Replicate, Shard
-from training import Trained, built, engine_of, joined, named_mesh, plain_training, share_of, trained_by, training
+from training import (
+    Trained,
+    built,
+    engine_of,
+    joined,
+    kept_for_backward,
+    named_mesh,
+    plain_training,
+    share_of,
+    trained_by,
+    training,
+)
 
 from distflow.config.dag import Role
 from distflow.config.run import Lora, RoleRun
@@ -82,14 +93,7 @@ def kept(recompute: bool) -> int:
     """Bytes that the graph of one forward keeps for the backward pass, weights apart."""
     mesh = named_mesh()
     engine = engine_of(mesh, {"layers": 4}, 64_000_000, recompute=recompute)
-    sizes: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, torch.nn.Parameter) and not isinstance(tensor._base, torch.nn.Parameter):
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with kept_for_backward() as sizes:
         outputs = engine._forward(share_of(mesh), 1.0)
     outputs[0].sum().backward()
     return sum(sizes.values())

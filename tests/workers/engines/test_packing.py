@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from columns import random_rows
+from training import kept_for_backward
 
 from distflow.config.run import Lora, Model
 from distflow.config.sizes import shape_of_embedded
@@ -35,15 +36,8 @@ def test_the_memory_plan_counts_what_layers_keep(architecture, adapted):
     built.set_attn_implementation(attention.NAME)
     if adapted:
         attach(built, Lora(rank=2), seed=0)
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, torch.nn.Parameter) and not isinstance(tensor._base, torch.nn.Parameter):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
     inputs = inputs_of(random_rows(32, 32, 32, 32), random_rows(224, 224, 224, 224), 0, torch.device("cpu"))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with kept_for_backward() as kept:
         outputs = Policy(built)(*inputs)
     planned = 4 * 255 * 4 * activation_bytes(shape_of_embedded(Model(**sizes)), 4, adapted, True)
     assert sum(kept.values()) == pytest.approx(planned, rel=0.15)
