@@ -66,7 +66,7 @@ def main() -> int:
     versions = {name: data[name] for name in ("transformers", "vllm", "sglang") if name in data} | (
         {given.rollout: measure_one.version} if isinstance(measure_one, Sampling) else
         {"transformers": transformers.__version__})
-    context = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context("spawn" if given.rollout == "sglang" else "forkserver")  # by the environment
     context.set_forkserver_preload([*PRELOAD, *(["vllm.v1.engine.llm_engine"] if given.rollout == "vllm" else [])])
     for family in given.families or [name for name in FAMILIES if ("kind" if own else given.rollout)
                                      not in results.get(name, {})]:
@@ -149,8 +149,11 @@ def outcome(context: Any, folder: Path, check: Callable[..., Any], *more: Any) -
 
 
 def _line(error: BaseException, folder: Path) -> str:
+    """Return what was said in one line; of a server's last words the last error."""
     text = re.sub(r"/tmp/[\w./-]+", "FOLDER", str(error)).replace(folder.name, "FOLDER")
-    return " ".join(text.split())[:400]
+    begin, last_words, log = text.partition(" It said last:")
+    errors = re.findall(r"^ *(\w+Error: .+)", log, re.MULTILINE)
+    return " ".join(f"{begin}{last_words} {errors[-1]}".split() if errors else text.split())[:400]
 
 
 if __name__ == "__main__":
