@@ -107,7 +107,7 @@ def test_the_page_is_made_from_the_results():
 def test_a_model_that_sees_computes_rows_of_text_alone_as_its_own_code_does(kind, tmp_path, monkeypatch):
     for module in (families, family_checks):
         monkeypatch.setattr(module, "AutoModelForCausalLM", AutoModelForImageTextToText)
-    family_checks.write(kind, tmp_path)
+    family_checks.write(tmp_path, kind)
     found = family_checks.trained(tmp_path) | family_checks.sampled(tmp_path)
     assert found.pop("way") == "own"
     assert max(found.values()) < 1e-5, found
