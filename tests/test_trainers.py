@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from harness import ROOT, SEED_WITH_CLEAR_DRAWS, metrics_of
+from harness import ROOT, events_of, metrics_of
 from test_modes import STRICT, require_equal
 
 from distflow.telemetry.run_reader import RunReader
 
-PPO = ("--dag", "ppo.yaml", "--run-file", "tiny.yaml", *SEED_WITH_CLEAR_DRAWS, "--set", "steps=3", "--set",
-       "checkpoint.every=2")
+PPO = ("--dag", "ppo.yaml", "--run-file", "tiny.yaml", "seed=10", "steps=3", "checkpoint.every=2",
+       "roles.actor.model.kv_heads=2")
+"""With this seed each draw is 2.8e-6 or more from where another token would be drawn, in the runs with `LIKELY` too.
+Rows that are computed in other company are rounded otherwise, by up to 4e-7."""
 OF_CRITIC = ("value/loss", "value/grad_norm", "value/explained", "value/mean")
 
 
@@ -30,21 +30,29 @@ def ppo(workspace, launch):
 
 
 def test_layouts_let_a_critic_train_on_ranks_of_its_own(ppo, workspace):
-    """In mode async, one of its ranks is killed before it trains in the second step. Mode sync:
+    """In mode async. Its ranks are killed: one when the actor has trained and may have published, then one before it
+    trains. The weights are those of a run without kills, bit for bit, as no row is computed with others. Mode sync:
     `test_rank_invariance.py`."""
-    together = ppo(1, "together", "--set", "mode=sync")
-    killed = "faults=[{kind: kill, group: trainer, rank: 2, phase: training, step: 2}]"
-    apart = ppo(4, "apart", "--set", "mode=async", *STRICT, "--set", "groups.rollout=1", "--set",
-                "layouts={critic: {first: 1}}", "--set", killed)
-    require_equal(metrics_of(workspace / "runs/apart"), metrics_of(workspace / "runs/together"), steps=(1, 2, 3))
+    together = ppo(1, "together", "mode=sync")
+    on_its_own = ("mode=async", *STRICT, "groups.rollout=1", "layouts={critic: {first: 1}}", "fuse=false",
+                  "roles.actor.generation.batch_rows=1")
+    apart = ppo(4, "apart", *on_its_own)
+    ppo(4, "killed", *on_its_own, "faults=[{kind: kill, group: trainer, rank: 1, phase: saving, step: 1}, "
+        "{kind: kill, group: trainer, rank: 2, phase: training, step: 2}]")
+    for run in ("apart", "killed"):
+        require_equal(metrics_of(workspace / f"runs/{run}"), metrics_of(workspace / "runs/together"), steps=(1, 2, 3))
     for step in (1, 2, 3):
         for metric in OF_CRITIC:
             assert apart[step][metric] == pytest.approx(together[step][metric], abs=1e-5, rel=1e-3), metric
-    events = [json.loads(line) for line in (workspace / "runs/apart/events.jsonl").read_text().splitlines()]
-    failure, = (event for event in events if event["event"] == "failure")
-    assert (failure["group"], failure["verdict"]) == ("trainer", "starts again")
-    assert 2 in failure["ranks"], "and whichever others have noticed first"
-    assert {event["rank"] for event in events if event["event"] == "worker_started" and event["attempt"]} == {0, 1, 2}
+    for role in ("actor", "critic"):
+        calm, killed = ((workspace / f"runs/{run}/model-{role}/model.safetensors").read_bytes()
+                        for run in ("apart", "killed"))
+        assert calm == killed, role
+    faults, failures, started = (events_of(workspace / "runs/killed", kind)
+                                 for kind in ("fault_injected", "failure", "worker_started"))
+    assert [(fault["rank"], fault["at_step"]) for fault in faults] == [(1, 1), (2, 2)]
+    assert [(failure["group"], failure["verdict"]) for failure in failures] == [("trainer", "starts again")] * 2
+    assert {event["rank"] for event in started if event["attempt"]} == {0, 1, 2}
 
 
 SPLITS = {
@@ -56,10 +64,9 @@ SPLITS = {
 
 @pytest.mark.parametrize("case", SPLITS)
 def test_layouts_first_goes_with_other_modes_and_splits(ppo, workspace, case):
-    heads = ("--set", "roles.actor.model.kv_heads=2")
-    together = ppo(1, "together", *heads)
+    together = ppo(1, "together")
     ranks, *settings = SPLITS[case]
-    apart = ppo(ranks, "apart", *heads, *(part for each in settings for part in ("--set", each)))
+    apart = ppo(ranks, "apart", *settings)
     require_equal(metrics_of(workspace / "runs/apart"), metrics_of(workspace / "runs/together"), steps=(1, 2, 3))
     for step, metric in ((step, metric) for step in together for metric in OF_CRITIC):
         assert apart[step][metric] == pytest.approx(together[step][metric], abs=1e-5, rel=1e-3), metric
@@ -95,12 +102,10 @@ def test_frozen_roles_may_be_beside_another(ppo, workspace, case):
     where = "inference" if case == "each other, async" else "trainer"
     last = ranks - 1 - (case == "the critic, async")  # behind which a rank samples
     killed = f"faults=[{{kind: kill, group: {where}, rank: {last}, phase: inference, step: 2}}]"
-    heads = ("--set", "roles.actor.model.kv_heads=2")
-    together = ppo(1, "together", *heads, "--set", "mode=sync")
-    apart = ppo(ranks, "apart", *heads, *STRICT, *(part for each in (*settings, killed) for part in ("--set", each)))
+    together = ppo(1, "together", "mode=sync")
+    apart = ppo(ranks, "apart", *STRICT, *settings, killed)
     assert together.keys() == apart.keys() == {1, 2, 3}
     for step, metric in ((step, metric) for step in together for metric in ("loss", "grad_norm", *OF_CRITIC)):
         assert apart[step]["response/fingerprint"] == together[step]["response/fingerprint"]
         assert apart[step][metric] == pytest.approx(together[step][metric], abs=1e-5, rel=1e-3), metric
-    events = [json.loads(line) for line in (workspace / "runs/apart/events.jsonl").read_text().splitlines()]
-    assert [event["verdict"] for event in events if event["event"] == "failure"] == ["starts again"]
+    assert [event["verdict"] for event in events_of(workspace / "runs/apart", "failure")] == ["starts again"]
