@@ -2,7 +2,8 @@
 
     group              nodes
     rollout            those that sample, with their inputs; COMPUTE nodes that read only columns of this group, such as
-                       rewards; frozen roles with  groups: {inference: {ROLE: rollout}}
+                       rewards; those without a `head`, such as `ask`, that make a sampling role's prompts;
+                       frozen roles with  groups: {inference: {ROLE: rollout}}
     inference ROLE     a frozen role with ranks of its own, and others colocated with it (`planners.inference`)
     trainer            all others; nodes in `layouts` that do not sample, and on rows that may have been dropped, too
 
@@ -102,7 +103,8 @@ def _of_rollout(spec: Spec, bound: dict[str, Contract], chain: list[str], flows:
                 sampling: list[str]) -> tuple[set[str], list[Diagnostic]]:
     """Return the nodes of the rollout group."""
     nodes: set[str] = set()
-    mistakes = []
+    mistakes, sampled = [], {spec.dag.nodes[node].role for node in sampling}
+    read = {column.producer for node in sampling for column in flows[node].reads}
     on_rollouts = [role for role in spec.run.groups.on_rollouts if role in spec.dag.roles
                    and not spec.dag.roles[role].trained]
     for node in (node for node in chain if node in bound):
@@ -111,7 +113,8 @@ def _of_rollout(spec: Spec, bound: dict[str, Contract], chain: list[str], flows:
         late = sorted(producers - ahead)
         if node in sampling and late:
             mistakes.append(_too_late(spec, node, late[0]))
-        computes = (bound[node].marks.type == "COMPUTE" and draws_of(spec, node, bound[node]) == 1
+        asks = bound[node].marks.head is None and node in read and item.role in sampled  # with its tokenizer alone
+        computes = ((asks or bound[node].marks.type == "COMPUTE") and draws_of(spec, node, bound[node]) == 1
                     and node not in spec.run.layouts)
         if node in sampling or (computes and not late and (producers or _before(node, sampling, flows))):
             nodes.add(node)

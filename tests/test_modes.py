@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from harness import environment, events_of, lines_of, metrics_of
+from harness import ROOT, environment, events_of, lines_of, metrics_of
 from safetensors.torch import load_file
 
 from distflow.data.dataloader import REPEATS
@@ -48,6 +48,25 @@ def test_those_that_train_and_sample_train_while_rows_are_under_way(launch, work
     assert events_of(run, "failure")
     continued = sum(step.get("response/continued", 0) for step in steps.values())
     assert on_stale == "wait" or continued > 0, "a step takes what is done first"
+
+
+@pytest.mark.parametrize("faults", [(), ("faults=[{kind: kill, group: rollout, phase: generating, step: 3}]",)])
+def test_two_roles_that_sample_in_turn_learn_as_in_sync(launch, workspace, faults):
+    """Both are pulled by each rollout, also by one that starts again, and by training ranks that sample meanwhile."""
+    dag = (ROOT / "dags/solver_reviser.yaml").read_text() + "imports: [brevity]\n"
+    (workspace / "pair.yaml").write_text(dag.replace("function: score,", "function: score, with: {reward: brevity},"))
+    run = ("--dag", "pair.yaml", "--run-file", "tiny.yaml")
+    launch(1, *run, "--name", "sync")
+    sync = metrics_of(workspace / "runs/sync")
+    for mode in ("async", "semi_sync") if not faults else ("async",):
+        launch(2, *run, f"mode={mode}", *STRICT, *faults, "--name", mode)
+        apart = metrics_of(workspace / f"runs/{mode}")
+        for step, values in sync.items():
+            assert values["grad_norm/train_solver"] > 0 < values["grad_norm/train_reviser"]
+            for name in (name for name in values if name.startswith(("response/fingerprint", "reward/mean", "loss",
+                                                                     "grad_norm"))):
+                assert apart[step][name] == pytest.approx(values[name], rel=1e-3, abs=1e-5), (mode, step, name)
+        assert bool(events_of(workspace / f"runs/{mode}", "failure")) == bool(faults)
 
 
 VALIDATED = ("validation={data: {held: train.jsonl}, every: 2, reward: brevity, samples: 2, temperature: 1.0, "
