@@ -38,8 +38,7 @@ KINDS = {
                                  "workers.fusion:Fusion"),
     "ways to give a role ranks of its own": ("planners.inference:cut_inference",
                                              "planners.placement:partial_engines"),
-    "places that validate": ("workers.validation:Validator", "workers.rollout_validation:RolloutValidation",
-                             "workers.rollout_validation:ValidationRequests"),
+    "places that validate": ("workers.validation:Validator", "workers.validation_requests:ValidationRequests"),
     "wire forms of columns": ("distflow.data.columns:ColumnEntry",),
     "plan languages": ("distflow.plan:Plan", "distflow.config.run:Run"),
 }

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,10 +38,10 @@ from distflow.data.databuffer import Databuffer, StepColumns
 from distflow.data.dataloader import REPEATS, Dataloader
 from distflow.data.row_filter import concat_non_empty
 from distflow.dock import DockClient, DockError, LeaseLost
-from distflow.dock.consumers import VALIDATION
+from distflow.dock.consumers import RESULT, VALIDATION
 from distflow.dock.index import Lease
-from distflow.errors import DistflowError
-from distflow.plan import KEEP, ROLLOUT, Plan, RowLineage, Task
+from distflow.errors import DistflowError, EngineError
+from distflow.plan import KEEP, ROLLOUT, Layout, Plan, RowLineage, Task
 from distflow.rpc.errors import RpcError
 from distflow.store.interface import StoreUnavailable, poll_interval
 from distflow.telemetry import events, heartbeat, timeline
@@ -63,8 +64,9 @@ from workers.engines.rollout import (
 from workers.engines.sampling import TokenLimits, key_of
 from workers.engines.shared_engine import EngineStopped, SharedEngine
 from workers.execution import Executor, Written
-from workers.rollout_channel import RolloutChannel
-from workers.rollout_validation import RolloutValidation
+from workers.rollout_channel import VALIDATING, RolloutChannel
+from workers.validation import Validator
+from workers.validation_requests import validated_elsewhere
 
 
 class PartialRollouts(Sampler, TurnLog):
@@ -173,6 +175,7 @@ def _newest(batches: list[Batch]) -> Batch:
 _NOTHING = Batch(torch.empty(0, dtype=torch.int64))
 _STEPS = 64  # whose seconds are kept: more than may be under way
 _POLL_INTERVAL = 0.2  # seconds that a thread waits for work before it checks whether the run is over
+_REQUEST_INTERVAL = 0.5  # seconds between two looks whether a request is still open for whose weights a rollout waits
 _COLOCATED_INTERVAL = 0.05  # the same of a few loops that train afterwards; of many, more: all ask one process
 
 
@@ -192,14 +195,14 @@ class Prompt:
 
 class RolloutContext:
     """Context of `rollout`, which runs the rollout group's chain (`plan`) on the prompts that the trainer has enqueued.
-    A `dedicated` one is on a rank that only samples, and shows its progress as that rank's steps; with a `validation`
-    it answers requests to validate too."""
+    A `dedicated` one is on a rank that only samples, and shows its progress as that rank's steps. It also answers
+    requests to validate the role `validated`, one at a time, beside the prompts."""
 
     def __init__(self, context: RankContext, plan: Plan, functions: Mapping[str, Callable[..., Any]],
-                 roles: dict[str, RoleEngines], loader: Dataloader, channel: RolloutChannel,
-                 validation: RolloutValidation | None = None):
+                 roles: dict[str, RoleEngines], loader: Dataloader, channel: RolloutChannel):
         self.spec, self.plan, self.roles, self.loader, self.channel = context.spec, plan, roles, loader, channel
-        self.functions, self.validation, self.dedicated = functions, validation, plan is context.own
+        self.functions, self.dedicated = functions, plan is context.own
+        self.validated = validated_elsewhere(self.spec, context.plan) if self.dedicated else None
         self.who = f"rollout {context.store.rank}" if self.dedicated else f"trainer {context.store.rank}, which samples"
         n_loops = context.plan.sampling_ranks // plan.ranks
         n_finish = context.plan.rollouts if self.dedicated else n_loops if self.spec.run.trainer_samples_alone else 0
@@ -220,10 +223,10 @@ class RolloutContext:
         self.saves_partial = samples == channel.rows
         """Whether other loops can continue with this one's partial rows: if these are the dock's."""
         self.computing = threading.Lock()  # functions that do not sample need not be thread-safe
-        self.doing = ""
+        self.doing = self.activity = ""  # now; what the dock was told last
         self.seconds: dict[int, defaultdict[str, float]] = {}  # of nodes that do not sample, by step
-        self.awaited: dict[int, tuple[str, int]] = {}  # by lease: role and version for which a prompt waits
-        self.validating = ""  # what the dock was told last of a request to validate
+        self.awaited: dict[tuple[str, int], tuple[str, int]] = {}  # by lease: role and version that it waits for
+        self.request: Lease | None = None  # to validate, while it is answered
         self.all_put = threading.Event()  # all sampled prompts are in the dock
 
     def run(self, engines: Mapping[str, SharedEngine], lease_prompts: Callable[[], None],
@@ -313,16 +316,48 @@ class RolloutContext:
     def _validate(self, dock: DockClient) -> float | None:
         """Take up a request to validate, if there is one. Return how long to wait for a prompt: not at all while the
         weights stay for a validation, since later prompts may be owed newer ones; None: there are such prompts."""
-        if self.validation is None:
+        if self.validated is None:
             return self.poll
-        if request := self.validation.lease(dock):
+        engine = self.engines[self.validated]
+        if self.request is None and (request := dock.try_lease(VALIDATION, self.channel.rows)):
+            self.request = request
             self.leases[VALIDATION, request.number] = request, time.monotonic()
-            answered = self.pool.submit(self.validation.answer, request)
-            answered.add_done_callback(lambda job: self.leases.pop((VALIDATION, request.number), None))
-            answered.add_done_callback(self._notice)
-        if not self.validation.holds_weights:
+            self.awaited[VALIDATION, request.number] = self.validated, int(request.versions[0])
+            engine.hold(int(request.versions[0]))
+            self.pool.submit(self._answer, request, engine).add_done_callback(self._notice)
+        if not engine.holds_weights:
             return self.poll
-        return None if self.validation.is_outdated() else 0.0
+        return None if self.channel.newest_versions().get(self.validated, 0) > engine.version else 0.0
+
+    @functools.cached_property
+    def validator(self) -> Validator:
+        return Validator(self.spec, self.roles[self.validated or ""], Layout(1), alone=True)
+
+    def _answer(self, request: Lease, engine: SharedEngine) -> None:
+        """Validate by weights that stay the same, and put the result into the dock; or give the request up."""
+        with recording(Metrics()), self.channel.dock(f"{self.who}, which validates") as dock:
+            validator, step = self.validator, self._step_of(request, engine)
+            self.awaited.pop((VALIDATION, request.number))
+            samples, newest = {} if step is None else validator.sample(), engine.version
+            engine.hold(None)
+            if step is not None:
+                result = replace(validator.score(step, samples), version=_version_of(samples.values(), newest),
+                                 who=self.who)
+                content = json.dumps(asdict(result)).encode()
+                dock.put(Batch(request.ids, {RESULT: report_column([content], self.channel.rows)}))
+            with contextlib.suppress(LeaseLost):  # of two results the dock keeps the first
+                dock.commit(request)
+        self.leases.pop((VALIDATION, request.number), None)
+        self.request = None
+
+    def _step_of(self, request: Lease, engine: SharedEngine) -> int | None:
+        """Return the step that has asked, once its weights have come. None: nobody waits for the result any more, since
+        the trainer has restarted from a step before it; it may have been the only one that had these weights."""
+        number, look = self.channel.validation_of(request), poll_interval(_REQUEST_INTERVAL, self.channel.ranks)
+        while asked := self.channel.validations().get(number):
+            if engine.wait(int(request.versions[0]), look):
+                return asked[0]
+        return None
 
     def _prompt(self, dock: DockClient, lease: Lease) -> Prompt:
         self.leases[ROLLOUT, lease.number] = (lease, time.monotonic())
@@ -353,10 +388,11 @@ class RolloutContext:
     def _renew_leases(self, dock: DockClient) -> None:
         waiting = [f"waiting for version {version} of the weights of `{name}` (why: `weights_late` in events.jsonl)"
                    for name, version in list(self.awaited.values())]
-        before, self.validating = self.validating, self.validation.activity if self.validation else ""
-        dock.report_activity(self.validating or next(iter(waiting), self.doing))
+        validates = (request := self.request) is not None and (VALIDATION, request.number) not in self.awaited
+        before, self.activity = self.activity, VALIDATING if validates else next(iter(waiting), self.doing)
+        dock.report_activity(self.activity)
         for number, (lease, since) in list(self.leases.items()):
-            news = number[0] == VALIDATION and self.validating != before  # which the trainer's patience depends on
+            news = number[0] == VALIDATION and self.activity != before  # which the trainer's patience depends on
             if news or time.monotonic() - since > lease.seconds / 3:
                 with contextlib.suppress(LeaseLost):  # its commit will say so
                     dock.renew(lease)
@@ -372,9 +408,9 @@ class RolloutContext:
             heartbeat.current().begin(prompt.step + 1)
         try:
             for name, version in prompt.versions.items():
-                self.awaited[number] = name, version
+                self.awaited[ROLLOUT, number] = name, version
                 self.engines[name].wait(version)
-            self.awaited.pop(number, None)
+            self.awaited.pop((ROLLOUT, number), None)
             self.under_way[number] = prompt
             before = {name: len(engine.rollout.proved) for name, engine in self.engines.items()}
             with recording(prompt.metrics):
@@ -498,3 +534,13 @@ class RolloutExecutor(Executor):
 
 def _joined(first: StepColumns, second: StepColumns) -> StepColumns:
     return {key: concat_non_empty(first[key], batch) for key, batch in second.items()}
+
+
+def _version_of(samples: Iterable[Samples], newest: int) -> int:
+    """Return the version of the weights that have sampled all tokens."""
+    tokens = torch.cat([each.versions.values for each in samples if isinstance(each.versions.values, Tensor)])
+    versions = torch.unique(tokens).tolist() or [newest]
+    if len(versions) > 1:
+        raise EngineError(f"versions {versions} of the weights have answered one validation, so that it is of none of "
+                          "them. Its engine has taken new weights though it was to keep the old ones")
+    return versions[0]

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.config.loggers import loggers_of
 from distflow.data.batch import Ragged, to_list
 from distflow.data.databuffer import Databuffer
-from distflow.data.exchange import barrier, gather
+from distflow.data.exchange import barrier, gather, gather_values
 from distflow.errors import StepFailed, quoted
 from distflow.plan import REWARD_PARTS, ROW
 from distflow.recovery.checkpoint_files import set_aside
@@ -38,7 +38,8 @@ from workers.context import RankContext
 from workers.engines.role_engines import RoleEngines
 from workers.functions.row_metrics import report_rows
 from workers.train_state import TrainState
-from workers.validation import MISSING, ValidationResult, Validations
+from workers.validation import MISSING, ValidationResult, Validator
+from workers.validation_requests import ValidationRequests
 
 _ENDED_EARLY = "ended_early"
 _POLL_INTERVAL = 0.2  # seconds between two looks at validations that are awaited
@@ -55,12 +56,15 @@ _TOKENS = 512  # first tokens of a response that are there one by one
 class Sink:
     """Writer of the run folder. Collective; rank 0 writes."""
 
-    def __init__(self, context: RankContext, resumed_at: int | None, validator: Validations | None, state: TrainState,
-                 trained: Mapping[str, RoleEngines]):
+    def __init__(self, context: RankContext, resumed_at: int | None, validator: Validator | ValidationRequests | None,
+                 state: TrainState, trained: Mapping[str, RoleEngines]):
+        """`validator`: of the ranks that train, or requests to rollouts, whose results come some steps later."""
         spec, plan, path = context.spec, context.own, context.path
-        self.run, self.plan, self.path, self.validator, self.state = spec.run, plan, path, validator, state
+        self.run, self.plan, self.path, self.state = spec.run, plan, path, state
+        self.requests = None if isinstance(validator, Validator) else validator
+        self.validator = validator if isinstance(validator, Validator) else None
         self.unconcluded, self.trained, self.devices = state.from_memory, trained, context.plan.ranks
-        again = self.unconcluded and not self.late
+        again = self.unconcluded and not self.requests
         self.folder = RunFolder(path, resumed_at, again, loggers_of(spec.run.log)) if dist.get_rank() == 0 else None
         self.part = path / "samples" / f"rank{dist.get_rank()}.jsonl"
         if self.run.all_samples:
@@ -86,11 +90,6 @@ class Sink:
             monitor.series.add(int(line["step"]), line)
         return monitor
 
-    @property
-    def late(self) -> bool:
-        """Whether rollouts validate, so that results come some steps later."""
-        return self.validator is not None and self.validator.late
-
     def _best_so_far(self) -> tuple[float, int, str]:
         """Return the best mean of the first validation set before this worker, how many validations came since, and
         why one of them has ended the run under these settings. Collective."""
@@ -103,8 +102,7 @@ class Sink:
         values = [*means.values()]
         best = max(values, default=-math.inf)
         worse = len(values) - 1 - values.index(best) if values else 0
-        best, worse, why = json.loads(gather(json.dumps([best, worse, why]).encode())[0])
-        return best, worse, why
+        return tuple(gather_values([best, worse, why])[0])
 
     @property
     def _limits(self) -> list[float | None]:
@@ -126,7 +124,7 @@ class Sink:
             self._note_validations(step)
         elif self.unconcluded:
             over = self.conclude(step)
-        elif self.validator and self.late and (self._is_due(step) or step in self.validator.lost):
+        elif self.requests and (self._is_due(step) or step in self.requests.lost):
             self._validate(step)  # the run may have ended before it was answered
         self.done, self.began = step, time.perf_counter()
         return over or bool(self.over)
@@ -200,11 +198,11 @@ class Sink:
     def settle(self) -> None:
         """Wait for the validations that rollouts have been asked for. There is one of the last step's weights in any
         case, also where the result of an earlier one has ended the run."""
-        if self.validator and self.late:
+        if self.requests:
             self._validate(self.done)
-            while self.validator.open:
+            while self.requests.open:
                 self._note_validations(self.done, wait=_POLL_INTERVAL)
-            self.validator.close()
+            self.requests.close()
 
     def flush(self) -> None:
         if self.folder and self.progress:
@@ -258,19 +256,20 @@ class Sink:
 
     def _candidate(self, step: int) -> Path:
         """Return where the models of a step are until it is known whether they are the best so far."""
-        return self.path / (f"candidates/step-{step}" if self.late else "best.partial")
+        return self.path / (f"candidates/step-{step}" if self.requests else "best.partial")
 
     def _validate(self, step: int) -> None:
         """Validate the weights after a step; rollouts only begin with it. Collective."""
-        if self.validator is None or step in self.validator.known:
-            return
-        if self.late and self.run.validation and self.run.validation.best:
-            write_models(self.trained, self._candidate(step))
-        self.validator.ask(step)
+        if self.validator:
+            self._note(self.validator.run(step))
+        elif self.requests and step not in self.requests.known:
+            if self.run.validation and self.run.validation.best:
+                write_models(self.trained, self._candidate(step))
+            self.requests.ask(step)
 
     def _note_validations(self, step: int, wait: float = 0.0) -> None:
-        """Note the validations that have come. Collective."""
-        for outcome in self.validator.results(step, wait) if self.validator else ():
+        """Note what rollouts have answered. Collective."""
+        for outcome in self.requests.results(step, wait) if self.requests else ():
             self._note(outcome)
 
     def _note(self, outcome: ValidationResult) -> None:
@@ -322,7 +321,7 @@ class Sink:
     def _keep_best(self, outcome: ValidationResult, better: bool) -> None:
         """Put the models that were validated in place of those that were the best so far, if they are better."""
         candidate = self._candidate(outcome.asked)
-        if better and not self.late:
+        if better and not self.requests:
             write_models(self.trained, candidate)
         if not self.folder:
             return

@@ -32,10 +32,10 @@ from workers.preflight.model import ModelProofs
 from workers.profiler import StepProfiler
 from workers.roles import build_roles, follow
 from workers.rollout_channel import RolloutChannel
-from workers.rollout_validation import ValidationRequests, validated_elsewhere
 from workers.sink import Sink
 from workers.train_state import TrainState
-from workers.validation import Validations, Validator
+from workers.validation import Validator
+from workers.validation_requests import ValidationRequests, validated_elsewhere
 from workers.weight_sync import WeightPublication
 
 _VERSION = "version of {}"  # metric of each rank: of the weights of a role
@@ -106,9 +106,9 @@ class TrainContext:
         validator = self._validator(resumed_at) if run.validation else None
         return Sink(self.context, resumed_at, validator, self.state, self.trained)
 
-    def _validator(self, resumed_at: int | None) -> Validations:
+    def _validator(self, resumed_at: int | None) -> Validator | ValidationRequests:
         run = self.spec.run
-        if not (self.channel and run.validation and validated_elsewhere(self.spec, self.context.plan)):
+        if not (self.channel and validated_elsewhere(self.spec, self.context.plan)):
             return Validator.of(self.spec, self.plan, self.prompted, self.roles)
         return ValidationRequests(self.channel, self.roles[self.prompted], RunReader(self.context.path),
                                   run.wait_limit, resumed_at)
@@ -208,7 +208,7 @@ class TrainContext:
         """Release the step's rows and publish its weights, unless nothing more is sampled."""
         self.status.set("publishing the weights", "publishing")
         self.source.finish()
-        if self.weights is not None and (step + 1 < self.spec.run.steps or self.sink.late):
+        if self.weights is not None and (step + 1 < self.spec.run.steps or self.sink.requests):
             self.weights.publish()
 
     def conclude(self, step: int) -> bool:
@@ -247,7 +247,7 @@ class TrainContext:
     def finish(self) -> bool:
         """End the run after its last step and the validations under way, and write the models. Return True."""
         with Watch(self.status, "waiting for the last validation", "at the end of the run"), peer_errors():
-            if self.weights is not None and not self.weights.published and self.sink.late:
+            if self.weights is not None and not self.weights.published and self.sink.requests:
                 self.weights.publish()  # it was done before this worker
             self.sink.settle()
         with Watch(self.status, "ending the run", "at the end of the run", "ending"), peer_errors():

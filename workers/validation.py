@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,8 @@ class _Share:
 @dataclass(frozen=True)
 class ValidationResult:
     """Result of a validation: metrics, and some of the answers of each set, or why it is `missing`. `step`: whose
-    weights have answered, where these are newer than those of the step that has `asked`."""
+    weights have answered, where these are newer than those of the step that has `asked`. Of a rollout: `who` it was,
+    and the `version` of its weights."""
 
     step: int
     asked: int
@@ -57,30 +57,11 @@ class ValidationResult:
     answers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     seconds: float = 0.0
     missing: str = ""
+    version: int = 0
+    who: str = ""
 
 
-class Validations(ABC):
-    """Validations of a run's weights, after some of its steps; collective. `late`: others answer, so that results come
-    later; `open`: some are still to come; `known`: steps that need not be asked for any more; `lost`: those that an
-    earlier worker has asked for, and nobody answers."""
-
-    late = open = False
-    known: set[int]
-    lost: set[int]
-
-    @abstractmethod
-    def ask(self, step: int) -> None:
-        """Validate the weights as they are after `step` steps, or have it begun."""
-
-    @abstractmethod
-    def results(self, step: int, wait: float = 0.0) -> Iterable[ValidationResult]:
-        """Return the results that have come since the last call; wait so long for one. The next settles the last."""
-
-    def close(self) -> None:  # noqa: B027 - most keep nothing open
-        """Close connections."""
-
-
-class Validator(Validations):
+class Validator:
     """Validation sets of a run. Each data-parallel shard answers its part of them; questions are encoded once. The
     randomness of an answer depends on the seed and on its row alone."""
 
@@ -92,8 +73,6 @@ class Validator(Validations):
         self.role, self.scorer, self.settings = role, Scorer(settings.reward, own_pool=alone), settings
         self.leads = layout.leads(dist.get_rank())
         self.gather: Callable[[bytes], list[bytes]] = (lambda own: [own]) if alone else gather
-        self.done: list[ValidationResult] = []
-        self.known, self.lost = set(), set()  # a step that is asked for again is validated again
         self.answers: dict[str, list[dict[str, Any]]] = {}  # this rank's latest, as many rows as `samples.jsonl` has
         self.shown = spec.run.samples
         self.shares = {name: _share(spec, role, data_file(spec, path), layout)
@@ -108,20 +87,13 @@ class Validator(Validations):
         rows = next((each.rows for each in [*ours, *others] if each.dp == layout.dp), layout.rows)
         return cls(spec, roles[name], replace(layout, rows=rows))
 
-    def ask(self, step: int) -> None:
-        start = time.perf_counter()
-        values = self.run()
-        self.done.append(ValidationResult(step, step, values, self.answers, time.perf_counter() - start))
-
-    def results(self, step: int, wait: float = 0.0) -> list[ValidationResult]:
-        done, self.done = self.done, []
-        return done
-
-    def run(self) -> dict[str, float]:
-        return self.score(self.sample())
+    def run(self, step: int) -> ValidationResult:
+        """Validate the weights as they are after `step` steps. Collective."""
+        return self.score(step, self.sample())
 
     def sample(self) -> dict[str, Samples]:
         """Return the answers to each set. Collective."""
+        self.began = time.perf_counter()
         role, settings = self.role.of_draw(0), self.settings
         found = {}
         for name, share in self.shares.items():
@@ -131,25 +103,25 @@ class Validator(Validations):
                                         settings.temperature, share.images, _limits(settings, role))
         return found
 
-    def score(self, samples: Mapping[str, Samples]) -> dict[str, float]:
+    def score(self, step: int, samples: Mapping[str, Samples]) -> ValidationResult:
         """Return the mean reward of each set as `validation/NAME`, and its confidence interval; `validation_pass/NAME`
         where each problem has several answers; `data/prompts_cut/NAME` where prompts were cut, and `reward/failed/NAME`
         where rewards have failed, which count in no mean. Collective."""
-        metrics, moments = Metrics(), Metrics()
+        metrics = Metrics()
         for name, share in self.shares.items() if self.leads else ():
-            self._score(name, share, samples[name], metrics, moments)
+            self._score(name, share, samples[name], metrics)
             metrics.add(f"data/prompts_cut/{name}", share.cut)
-        values, sums = metrics.collect(self.gather), moments.collect(self.gather)
-        found: dict[str, float] = {}
+        values, found = metrics.collect(self.gather), dict[str, float]()
         for name in self.shares:
+            problems, squares = (values.pop(f"{kind}/{name}", 0.0) for kind in ("problems", "squares"))
             if (mean := values.pop(f"validation/{name}", None)) is not None:
                 found[f"validation/{name}"] = mean
-                problems = int(sums[f"problems/{name}"])
-                bounds = interval_of_mean(mean, sums[f"squares/{name}"] / problems, problems)
+                bounds = interval_of_mean(mean, squares / problems, int(problems))
                 found |= {f"validation_{end}/{name}": bound for end, bound in zip(("low", "high"), bounds)}
-        return found | {name: value for name, value in values.items() if value}
+        found |= {name: value for name, value in values.items() if value}
+        return ValidationResult(step, step, found, self.answers, time.perf_counter() - self.began)
 
-    def _score(self, name: str, share: _Share, samples: Samples, metrics: Metrics, moments: Metrics) -> None:
+    def _score(self, name: str, share: _Share, samples: Samples, metrics: Metrics) -> None:
         """Report the rewards of this rank's answers, a mean for each problem that has any."""
         count = self.settings.samples
         rows = [row for row in share.rows for _ in range(count)]
@@ -170,8 +142,8 @@ class Validator(Validations):
         if count > 1:
             metrics.mean(f"validation_pass/{name}", sum(max(rewards) >= _RIGHT for rewards in problems if rewards),
                          len(means))
-        moments.add(f"squares/{name}", sum(mean * mean for mean in means))
-        moments.add(f"problems/{name}", len(means))
+        metrics.add(f"squares/{name}", sum(mean * mean for mean in means))
+        metrics.add(f"problems/{name}", len(means))
         metrics.add(f"reward/failed/{name}", scores.keep.count(False))
 
 

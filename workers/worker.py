@@ -60,7 +60,6 @@ from workers.preflight.proofs import Preflight
 from workers.roles import build_roles, tokenizer_of
 from workers.rollout import RolloutContext
 from workers.rollout_channel import RolloutChannel
-from workers.rollout_validation import RolloutValidation, validated_elsewhere
 from workers.sink import write_models
 from workers.sources import source_of
 from workers.train_context import TrainContext
@@ -296,11 +295,9 @@ def _rollout_context(context: RankContext, worker_context: WorkerContext, channe
     spec, plan = context.spec, context.own
     first = channel.first_step if worker_context.first else None
     trajectories().open(context.path / f"trajectories/rank{context.store.rank}.jsonl", spec.run.trajectories, first)
-    functions, name = _load_functions(spec, plan), validated_elsewhere(spec, context.plan)
-    validation = RolloutValidation(spec, roles[name], channel, who) if name else None
     prompted = prompted_role(spec, [task for task in plan.tasks if task.samples])
-    return RolloutContext(context, plan, functions, roles, dataloader(spec, roles[prompted], plan=plan), channel,
-                          validation)
+    return RolloutContext(context, plan, _load_functions(spec, plan), roles,
+                          dataloader(spec, roles[prompted], plan=plan), channel)
 
 
 @contextlib.contextmanager

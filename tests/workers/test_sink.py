@@ -11,13 +11,11 @@ from distflow.config.load import load
 from distflow.telemetry.events import Events
 from planners import plan
 from workers.sink import Sink
-from workers.validation import ValidationResult, Validations
+from workers.validation import ValidationResult
 
 
-class Rollouts(Validations):
+class Rollouts:
     """Validations that others answer, with these means by step; each is known of one step later."""
-
-    late = True
 
     def __init__(self, means: dict[int, float]):
         self.means, self.known, self.lost, self.asked = means, set(), set(), []
@@ -68,7 +66,7 @@ def test_a_worker_that_starts_again_while_the_last_validation_is_awaited_trains_
     assert train(sink(means, **settings)) == last
     again = sink(means, last, **settings)
     assert train(again, last) == last
-    for outcome in again.validator.results(last + 1):  # of the last step, which may be the best one
+    for outcome in again.requests.results(last + 1):  # of the last step, which may be the best one
         again._note(outcome)
     assert train(sink(means, last, **settings), last) == last
     assert train(sink(means, last, concluded=True, **settings), last) == last, "nor does a run that is resumed"

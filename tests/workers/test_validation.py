@@ -77,7 +77,7 @@ def test_questions_are_encoded_once_and_cuts_have_their_own_name(spec, mesh):
     validator = Validator(spec, role, Layout(1))
     reported()  # what tests before have left
     for _ in range(2):
-        values = validator.run()
+        values = validator.run(0).values
         assert [row["completions"] for row in validator.answers["hard"]] == ["345", "456"]
         bounds = {name: values.pop(name) for name in [*values] if name.startswith("validation_")}
         assert list(values.items()) == [("validation/easy", 1.0), ("validation/hard", pytest.approx(1 / 3)),
@@ -93,7 +93,7 @@ def test_ranks_that_split_a_model_give_the_same_answers_and_one_reports(spec, me
     monkeypatch.setattr(validation.dist, "get_rank", lambda: 1)
     validator = Validator(spec, Echo(), Layout(1, tp=2))
     assert [len(share.prompts) for share in validator.shares.values()] == [2, 3]
-    assert validator.run() == {}
+    assert validator.run(0).values == {}
 
 
 @pytest.mark.parametrize(("layout", "rows"), [(Layout(1), [0, 1]), (Layout(2), [1]), (Layout(2, rows=(1, 2)), [1, 2]),
@@ -102,7 +102,7 @@ def test_an_answer_names_its_record_whatever_the_number_of_ranks(spec, mesh, mon
     monkeypatch.setattr(validation.dist, "get_rank", lambda: layout.dp - 1)
     monkeypatch.setattr(validation, "gather", lambda part: [part])
     validator = Validator(spec, Echo(), layout)
-    validator.run()
+    validator.run(0)
     texts = {0: "12345", 1: "123456", 2: "3"}
     assert [(row["row"], row["questions"]) for row in validator.answers["hard"]] == [(row, texts[row]) for row in rows]
 
@@ -111,7 +111,7 @@ def test_a_record_that_is_left_out_counts_in_the_rows_of_the_others(spec, mesh, 
     (tmp_path / "easy.jsonl").write_text("\n".join(json.dumps({"question": text, "answer": text})
                                                    for text in ("", "1", "2")))
     validator = Validator(spec, Echo(), Layout(1))
-    validator.run()
+    validator.run(0)
     assert [row["row"] for row in validator.answers["easy"]] == [1, 2]
 
 
@@ -122,7 +122,7 @@ def test_several_answers_have_a_mean_and_pass_at_k(spec, mesh):
     spec.run.validation = settings
     spec.data_path = spec.data_path
     decode, role.decode = role.decode, lambda tokens: ["7", *decode(tokens)[1:]]
-    values = Validator(spec, role, Layout(1)).run()
+    values = Validator(spec, role, Layout(1)).run(0).values
     assert role.asked == ([0, 1, 2, 3], 0.7)
     assert values["validation/easy"] == pytest.approx(0.75)
     assert values["validation_pass/easy"] == 1.0
@@ -137,11 +137,11 @@ def test_rewards_read_whether_an_answer_came_to_its_end(spec, mesh, tmp_path, re
     request.addfinalizer(lambda: REWARDS.pop("ended_in_validation"))
     spec.run.validation = Validation(data={"hard": "hard.jsonl"}, reward="ended_in_validation")
     spec.rewards["ended_in_validation"] = read_contract("reward", ended_in_validation)
-    assert Validator(spec, Echo(), Layout(1)).run()["validation/hard"] == pytest.approx(1 / 3)
+    assert Validator(spec, Echo(), Layout(1)).run(0).values["validation/hard"] == pytest.approx(1 / 3)
     lines = [json.dumps({"question": text, "answer": text, "finished": "early"}) for text in ("12345", "3")]
     (tmp_path / "hard.jsonl").write_text("\n".join(lines))
     spec.run.data = Data(train="", max_prompt_tokens=4, columns=["finished"])
-    assert Validator(spec, Echo(), Layout(1)).run()["validation/hard"] == 0.25, "the data's own goes before it"
+    assert Validator(spec, Echo(), Layout(1)).run(0).values["validation/hard"] == 0.25, "the data's own goes before it"
 
 
 def test_samples_that_cannot_differ_are_refused():
@@ -152,13 +152,13 @@ def test_samples_that_cannot_differ_are_refused():
 def test_answers_may_be_drawn_from_other_tokens_than_those_of_training(spec, mesh):
     role = Echo()
     role.settings = SimpleNamespace(generation=Generation(top_k=7, top_p=0.8))
-    Validator(spec, role, Layout(1)).run()
+    Validator(spec, role, Layout(1)).run(0)
     assert role.limits is None
     spec.run.validation = replaced(spec.run.validation, temperature=1.0, top_p=0.95)
-    Validator(spec, role, Layout(1)).run()
+    Validator(spec, role, Layout(1)).run(0)
     assert role.limits == TokenLimits(top_k=7, top_p=0.95, min_p=0.0)
     spec.run.validation = replaced(spec.run.validation, top_k=0, min_p=0.1)
-    Validator(spec, role, Layout(1)).run()
+    Validator(spec, role, Layout(1)).run(0)
     assert role.limits == TokenLimits(top_k=0, top_p=0.95, min_p=0.1)
 
 

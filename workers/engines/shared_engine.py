@@ -65,7 +65,7 @@ class SharedEngine(Sampler):
         try:
             while not stopped():
                 self._run_actions()
-                if self.held_from is None or self.version < self.held_from:
+                if not self.holds_weights:
                     self.renew(self)
                 self._announce_version()
                 self._show()
@@ -98,6 +98,10 @@ class SharedEngine(Sampler):
     def hold(self, version: int | None) -> None:
         """Keep the weights as they are once they are at least of this version; None: let newer ones come again."""
         self.held_from = version
+
+    @property
+    def holds_weights(self) -> bool:
+        return (held_from := self.held_from) is not None and self.version >= held_from
 
     def wait(self, version: int, seconds: float | None = None) -> bool:
         """Block until the engine has at least this version of the weights. Return whether it came in `seconds`."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -25,8 +26,8 @@ from distflow.telemetry.run_reader import RunReader
 from workers.engines.shared_engine import SharedEngine
 from workers.rollout import RolloutContext
 from workers.rollout_channel import VALIDATING, RolloutChannel
-from workers.rollout_validation import RolloutValidation, ValidationRequests, unanswered
-from workers.validation import MISSING
+from workers.validation import MISSING, ValidationResult
+from workers.validation_requests import ValidationRequests, unanswered
 
 ROWS, PROMPTS, TOKEN, EVERY = 2, 2, bytes(32), 2
 
@@ -71,13 +72,13 @@ class Rollout:
         self.dock = channel.dock("rollout 1")
         self.engine = SharedEngine(SimpleNamespace(generation=None, end_tokens=(), version=version))
         self.may_sample = threading.Event()
-        role = SimpleNamespace(name="actor", shared_engine=self.engine)
-        self.validation = RolloutValidation(None, role, channel, "rollout 1")
-        self.validation.validator = SimpleNamespace(sample=self._sample, score=lambda samples: {"validation/held": 0.5},
-                                                    answers={})
         self.jobs: list[Future] = []
-        self.loop = SimpleNamespace(leases={}, awaited={}, poll=0.2, doing="sampling", validation=self.validation,
-                                    validating="", pool=pool, _notice=self.jobs.append)
+        self.loop = loop = object.__new__(RolloutContext)
+        loop.channel, loop.engines, loop.validated, loop.who = channel, {"actor": self.engine}, "actor", "rollout 1"
+        loop.leases, loop.awaited, loop.request, loop.poll, loop.pool = {}, {}, None, 0.2, pool
+        loop.doing, loop.activity, loop._notice = "sampling", "", self.jobs.append
+        loop.validator = SimpleNamespace(sample=self._sample, score=lambda step, samples: ValidationResult(
+            step, step, {"validation/held": 0.5}))
 
     def pull(self, version: int) -> None:
         self.engine.rollout.version = version
@@ -85,8 +86,8 @@ class Rollout:
 
     def turn(self) -> float | None:
         """Do what the loop does between two prompts. Return how long it would wait for the next one."""
-        RolloutContext._renew_leases(self.loop, self.dock)
-        return RolloutContext._validate(self.loop, self.dock)
+        self.loop._renew_leases(self.dock)
+        return self.loop._validate(self.dock)
 
     def turn_until(self, done: Callable[[], object]) -> None:
         until = time.monotonic() + 60.0
@@ -130,7 +131,8 @@ def answer(channel: RolloutChannel, version: int, value: float, who: str = "roll
     """Lease the oldest request as a rollout does, and answer it with these weights."""
     with channel.dock(who) as dock:
         lease = dock.lease(VALIDATION, ROWS, wait=10.0)
-        content = {"version": version, "values": {"validation/held": value}, "who": who, "answers": {}, "seconds": 1.0}
+        step, _ = channel.validations().get(channel.validation_of(lease), (0, 0))
+        content = asdict(ValidationResult(step, step, {"validation/held": value}, version=version, who=who))
         dock.put(Batch(lease.ids, {RESULT: report_column([json.dumps(content).encode()], ROWS)}))
         dock.commit(lease)
         return int(lease.versions[0])
@@ -201,9 +203,9 @@ def test_a_rollout_that_waits_for_its_weights_does_not_validate_yet(requests, ro
     mine.ask(2)
     holder.turn()
     assert holder.turn(), "prompts come as usual"
-    assert not holder.validation.holds_weights
+    assert not holder.engine.holds_weights
     holder.pull(20)
-    holder.turn_until(lambda: holder.validation.activity == VALIDATING)
+    holder.turn_until(lambda: holder.loop.activity == VALIDATING)
     begun = time.monotonic()
     while time.monotonic() < begun + 3 * limit:
         assert holder.turn() == 0.0, "no newer weights are there for which a prompt would have to wait"
@@ -211,7 +213,7 @@ def test_a_rollout_that_waits_for_its_weights_does_not_validate_yet(requests, ro
     holder.may_sample.set()
     holder.turn_until(lambda: holder.jobs)
     assert [(each.step, each.values) for each in mine.results(2)] == [(2, {"validation/held": 0.5})]
-    assert not holder.validation.holds_weights
+    assert not holder.engine.holds_weights
 
 
 def test_a_wait_for_weights_that_never_come_ends_and_names_who_waits_for_them(channel, requests, rollout):
@@ -227,7 +229,7 @@ def test_a_wait_for_weights_that_never_come_ends_and_names_who_waits_for_them(ch
     holder.turn_until(lambda: outcomes.extend(mine.results(2)) or outcomes)
     assert outcomes[0].missing.startswith("no rollout works on it, or has for 0.4 s (`wait_limit` of the run file)")
     assert "are leased by rollout 1 (" in outcomes[0].missing
-    assert "was waiting for version 20 of the weights of `actor`, to validate them" in outcomes[0].missing
+    assert "was waiting for version 20 of the weights of `actor`" in outcomes[0].missing
     assert not list(mine.results(3))
     holder.turn_until(lambda: holder.jobs)
     assert holder.jobs[0].exception() is None
@@ -241,8 +243,8 @@ def test_a_rollout_gives_up_a_request_that_a_restarted_trainer_does_not_want_any
     before, holder = requests(), rollout(version=40)
     before.role.version = 50
     before.ask(5)
-    holder.turn()
-    assert "version 50" in holder.validation.activity
+    holder.turn(), holder.turn()
+    assert "version 50" in holder.loop.activity
     again = requests(resumed_at=4)
     again.ask(4)
     holder.may_sample.set()
@@ -251,7 +253,7 @@ def test_a_rollout_gives_up_a_request_that_a_restarted_trainer_does_not_want_any
     assert [(each.step, each.missing, each.values) for each in outcomes] == [(4, "", {"validation/held": 0.5})]
 
 
-def test_a_trainer_that_restarts_goes_on_waiting_for_the_steps_that_it_has_done(channel, requests, tmp_path):
+def test_a_trainer_that_restarts_goes_on_waiting_for_the_steps_that_it_has_done(channel, requests, rollout, tmp_path):
     before = requests()
     for step in (0, 2, 4):
         after(before, step)
@@ -262,9 +264,9 @@ def test_a_trainer_that_restarts_goes_on_waiting_for_the_steps_that_it_has_done(
     assert after(again, 3) == [(2, 2, {"validation/held": 0.5})], "that of step 0 is recorded"
     assert not again.open, "step 4 is done again, and asked for then"
     assert request_status(channel)["ready"] == ROWS, "the request that was made for it before is still there"
-    with channel.dock("rollout 1") as dock:
-        validation = RolloutValidation(None, None, channel, "rollout 1")
-        assert validation.lease(dock) is None, "and nobody answers it"
+    holder = rollout(version=40)
+    holder.turn_until(lambda: holder.jobs)
+    assert not holder.may_sample.is_set(), "and nobody answers it"
     assert request_status(channel)["committed"] == 3 * ROWS
 
 

@@ -1,50 +1,35 @@
-"""Validation by the ranks that sample for others, while training goes on.
+"""Requests of the trainer that rollouts validate its weights, while training goes on.
 
-    ValidationRequests   on the trainer: enqueues a request after a step, and has the results in the order of requests
-    RolloutValidation    on a rank that samples: answers a request with weights that stay the same until it is done
-
-    A request: asked → leased by one rollout, which alone answers it → answered → noted. If its holder ends, another one
-    leases it. The weights are those of the step that has asked or, where they have been passed by, newer ones: then the
-    result is that of the newer step. Weights never change within a validation.
+A request: asked → leased by one rollout, which alone answers it (`RolloutContext`) → answered → noted. If its holder
+ends, another one leases it. The weights are those of the step that has asked or, where they have been passed by, newer
+ones: then the result is that of the newer step. Weights never change within a validation.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
 
-import torch
 import torch.distributed as dist
 
 from distflow.config.spec import Spec
-from distflow.data.batch import Batch
-from distflow.data.crossing import report_column, reports_of
-from distflow.data.exchange import gather
-from distflow.dock import DockClient, LeaseLost, TimedOut
-from distflow.dock.consumers import ANSWERED, RESULT, VALIDATION
+from distflow.data.crossing import reports_of
+from distflow.data.exchange import gather, gather_values
+from distflow.dock import TimedOut
+from distflow.dock.consumers import ANSWERED, RESULT
 from distflow.dock.index import Lease
-from distflow.errors import EngineError
-from distflow.plan import Layout, Plan
-from distflow.store.interface import poll_interval
+from distflow.plan import Plan
 from distflow.telemetry import events
-from distflow.telemetry.metrics import Metrics, recording
 from distflow.telemetry.run_reader import Row, RunReader, is_validation
 from planners.check import prompted_role
 from workers.engines.role_engines import RoleEngines
-from workers.engines.rollout import Samples
-from workers.engines.shared_engine import SharedEngine
-from workers.rollout_channel import VALIDATING, RolloutChannel, SampleTimeout
-from workers.validation import MISSING, ValidationResult, Validations, Validator
+from workers.rollout_channel import RolloutChannel, SampleTimeout
+from workers.validation import MISSING, ValidationResult
 
 _ASKED, _VOID = "validation_asked", "validation_void"
 _ENDED_BY = {"validated": "asked_after", MISSING: "of_step", _VOID: "of_step"}
 """Events after which a request is no longer open, and where each has the step that has asked."""
-_POLL_INTERVAL = 0.5  # seconds between two looks whether a request is still open for whose weights a rollout waits
 _LOST = "the run was interrupted before it was answered, and its weights are no longer there"
 
 
@@ -56,11 +41,10 @@ def validated_elsewhere(spec: Spec, plan: Plan) -> str | None:
     return name if any(task.samples and task.role == name for task in plan.groups[1].plan.tasks) else None
 
 
-class ValidationRequests(Validations):
-    """Validations that the trainer asks for; only rank 0 talks to the dock. A trainer that restarts goes on waiting for
-    those of the steps that it has done."""
-
-    late = True
+class ValidationRequests:
+    """Validations that the trainer asks for; collective, and only rank 0 talks to the dock. A trainer that restarts
+    goes on waiting for those of the steps that it has done. `open`: some are still to come; `known`: steps that need
+    not be asked for any more; `lost`: those that an earlier worker has asked for, and nobody answers."""
 
     def __init__(self, channel: RolloutChannel, role: RoleEngines, reader: RunReader, limit: float,
                  resumed_at: int | None):
@@ -68,7 +52,7 @@ class ValidationRequests(Validations):
         self.channel, self.role, self.limit = channel, role, limit
         self.steps: dict[int, int] = {}  # first step with each version of the weights, from the oldest request on
         self.asked: dict[int, tuple[int, int]] = {}  # on rank 0: step and version of each request
-        self.answers: dict[int, tuple[Lease, dict[str, Any]]] = {}
+        self.answers: dict[int, tuple[Lease, ValidationResult]] = {}
         self.dock = None
         known, lost = list[int](), list[int]()
         if dist.get_rank() == 0:
@@ -76,10 +60,11 @@ class ValidationRequests(Validations):
             self.timeout = SampleTimeout(channel, self.dock, limit)
             if resumed_at is not None:
                 known, lost = self._take_over(reader, resumed_at)
-        state = json.loads(gather(json.dumps([known, lost, bool(self.asked or lost)]).encode())[0])
-        self.known, self.lost, self.open = set[int](state[0]), set[int](state[1]), bool(state[2])
+        known, lost, self.open = gather_values([known, lost, bool(self.asked or lost)])[0]
+        self.known, self.lost = set(known), set(lost)
 
     def ask(self, step: int) -> None:
+        """Have the weights validated as they are after `step` steps."""
         self.known.add(step)
         self.lost.discard(step)
         self.open = True
@@ -91,6 +76,7 @@ class ValidationRequests(Validations):
             self.asked[self.channel.enqueue_validation(self.dock, step, version)] = step, version
 
     def results(self, step: int, wait: float = 0.0) -> Iterator[ValidationResult]:
+        """Yield the results that have come since the last call; wait so long for one. The next settles the last."""
         self.steps = self.steps if self.open else {}
         self.steps.setdefault(self.role.version, step)
         if not self.open:
@@ -133,7 +119,7 @@ class ValidationRequests(Validations):
             wait = 0.0
             number, content = self.channel.validation_of(lease), reports_of(self.dock.fetch(lease), RESULT)
             if number in self.asked:
-                self.answers[number] = lease, json.loads(content[0])
+                self.answers[number] = lease, ValidationResult(**json.loads(content[0]))
                 self.timeout.renew()
             else:
                 self.dock.commit(lease)  # of an earlier attempt, or given up
@@ -148,15 +134,15 @@ class ValidationRequests(Validations):
         if number not in self.answers:
             return ValidationResult(step, step, missing=self._describe_progress())
         answer = self.answers[number][1]
-        of_step = step if answer["version"] == version else self.steps.get(answer["version"])
-        events.record("validated", of_step=of_step, asked_after=step, version=answer["version"], who=answer["who"])
+        of_step = step if answer.version == version else self.steps.get(answer.version)
+        events.record("validated", of_step=of_step, asked_after=step, version=answer.version, who=answer.who)
         if of_step is None or (of_step != step and of_step in self.known):
             what = "of which step is not known since the trainer has restarted" if of_step is None else \
                 f"those of step {of_step}, which has a validation of its own"
-            why = f"{answer['who']} has answered it with version {answer['version']} of the weights, {what}"
+            why = f"{answer.who} has answered it with version {answer.version} of the weights, {what}"
             return ValidationResult(step, step, missing=why)
         self.known.add(of_step)
-        return ValidationResult(of_step, step, answer["values"], answer["answers"], answer["seconds"])
+        return replace(answer, step=of_step)
 
     def _describe_progress(self) -> str:
         assert self.dock is not None
@@ -183,84 +169,3 @@ def unanswered(rows: Iterable[Row]) -> set[int]:
         elif name := _ENDED_BY.get(event.get("event", "")):
             found.discard(event.get(name, 0))
     return found
-
-
-class RolloutValidation:
-    """Answers validation requests on a rank that samples, one at a time, beside the prompts that it samples."""
-
-    def __init__(self, spec: Spec, role: RoleEngines, channel: RolloutChannel, who: str):
-        self.spec, self.role, self.channel, self.who = spec, role, channel, who
-        self.activity = ""  # with the request that is under way; empty: none is
-
-    @property
-    def engine(self) -> SharedEngine:
-        assert isinstance(self.role.shared_engine, SharedEngine)
-        return self.role.shared_engine
-
-    @functools.cached_property
-    def validator(self) -> Validator:
-        return Validator(self.spec, self.role, Layout(1), alone=True)
-
-    def lease(self, dock: DockClient) -> Lease | None:
-        """Return a request if there is one and none is under way. The weights that it is owed stay from now on."""
-        lease = None if self.activity else dock.try_lease(VALIDATION, self.channel.rows)
-        if lease is None:
-            return None
-        if self.channel.validation_of(lease) not in self.channel.validations():
-            dock.commit(lease)  # the trainer restarts from a step before it
-            return None
-        version = int(lease.versions[0])
-        self.activity = (f"waiting for version {version} of the weights of `{self.role.name}`, to validate them (why: "
-                         "`weights_late` in events.jsonl)")
-        self.engine.hold(version)
-        return lease
-
-    @property
-    def holds_weights(self) -> bool:
-        held_from = self.engine.held_from
-        return held_from is not None and self.engine.version >= held_from
-
-    def is_outdated(self) -> bool:
-        """Return whether prompts may be owed newer weights than those that the engine has."""
-        return self.channel.newest_versions().get(self.role.name, 0) > self.engine.version
-
-    def answer(self, lease: Lease) -> None:
-        """Answer a request, and put the result into the dock; or give it up, if nobody wants it any more."""
-        engine, start = self.engine, time.perf_counter()
-        with recording(Metrics()), self.channel.dock(f"{self.who}, which validates") as dock:
-            try:
-                validator = self.validator
-                samples = validator.sample() if self._has_weights(lease) else None
-            finally:
-                engine.hold(None)
-            if samples is not None:
-                self._put_result(dock, lease, samples, start)
-            with contextlib.suppress(LeaseLost):  # of two results the dock keeps the first
-                dock.commit(lease)
-        self.activity = ""
-
-    def _has_weights(self, lease: Lease) -> bool:
-        """Wait for the weights of a request. Return whether they have come: a trainer that has died may have been the
-        only one that had them, and the one that restarts asks for others."""
-        look = poll_interval(_POLL_INTERVAL, self.channel.ranks)
-        while not self.engine.wait(int(lease.versions[0]), look):
-            if self.channel.validation_of(lease) not in self.channel.validations():
-                return False
-        self.activity = VALIDATING
-        return True
-
-    def _put_result(self, dock: DockClient, lease: Lease, samples: dict[str, Samples], start: float) -> None:
-        values = self.validator.score(samples)
-        result = {"version": _version_of([*samples.values()], self.engine.version), "values": values, "who": self.who,
-                  "answers": self.validator.answers, "seconds": time.perf_counter() - start}
-        dock.put(Batch(lease.ids, {RESULT: report_column([json.dumps(result).encode()], self.channel.rows)}))
-
-
-def _version_of(samples: Sequence[Samples], newest: int) -> int:
-    """Return the version of the weights that have sampled all tokens."""
-    tokens = torch.cat([each.versions.values for each in samples if isinstance(each.versions.values, torch.Tensor)])
-    versions = torch.unique(tokens).tolist() or [newest]
-    if len(versions) > 1:
-        raise EngineError(f"versions {versions} of the weights have answered one validation, so that it is of none of "
-                          "them. Its engine has taken new weights though it was to keep the old ones")
-    return versions[0]
