@@ -30,8 +30,9 @@ report: false
 """
 
 SEED_WITH_CLEAR_DRAWS = ("seed=2",)
-"""With this seed each draw of `TINY` and its variants here is 6e-7 or more from where another token would be drawn,
-with seed 0 one is at 6e-8: rows that are sampled in other company are rounded otherwise, by some 1e-7."""
+"""With this seed each draw of GRPO in `TINY` is 6e-7 or more from where another token would be drawn, with seed 0 one
+is at 6e-8. Rows that are sampled in other company are rounded otherwise, by up to 4e-7. PPO needs another seed:
+`test_trainers.py`."""
 
 REWARD = """
 from distflow import reward
