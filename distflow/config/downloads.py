@@ -13,8 +13,10 @@ from distflow.errors import listing
 
 _SMALL = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""What a tokenizer is read from: the first of these that is there."""
+_LONGEST_HEADER = 100_000_000  # bytes; safetensors reads no longer one
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""What transformers loads: the first of these that is there, or the files that its index names."""
+"""What transformers loads: the first of these that is there, or else the files that its index names."""
 _POINTER = b"version https://git-lfs"
 
 
@@ -34,21 +36,21 @@ def _lacks(folder: Path, weights: bool) -> Iterator[str]:
                                                      f"of parts). {listing(other, 'It has')}" if other else "")
     if missing := [name for name in needed if not (folder / name).is_file()]:
         yield listing(missing, "its index names, and it lacks")
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
+    tokenizers = [name for name in _TOKENIZERS if (folder / name).is_file()]
+    if not tokenizers:
         yield "it has no tokenizer (tokenizer.json)"
-    for name in (*needed, *_TOKENIZERS, *_SMALL):
+    for name in (*needed, *tokenizers[:1], *_SMALL):
         if (folder / name).is_file() and (how := _how_broken(folder / name)):
             yield f"{name} {how}"
 
 
 def _weights_of(folder: Path) -> list[str]:
-    for name in _WEIGHTS:
-        if (index := folder / f"{name}.index.json").is_file():
-            return sorted({*read_json(index)["weight_map"].values()})
-        if (folder / name).is_file():
-            return [name]
     named = read_json(folder / "config.json").get("transformers_weights")
-    return [named] if named else []
+    names = [named] if named else [each for name in _WEIGHTS for each in (name, f"{name}.index.json")]
+    name = next((each for each in names if (folder / each).is_file()), named)
+    if name and name.endswith(".index.json") and (folder / name).is_file():
+        return sorted({*read_json(folder / name)["weight_map"].values()})
+    return [name] if name else []
 
 
 def _how_broken(file: Path) -> str:
@@ -82,6 +84,8 @@ def safetensors_header(file: Path) -> tuple[int, dict[str, Any]]:
     is cut off within it."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
+        if length > _LONGEST_HEADER:
+            raise ValueError("it has no header")
         try:
             said = json.loads(opened.read(min(length, file.stat().st_size)))
         except RecursionError:

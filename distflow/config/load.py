@@ -232,7 +232,7 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str, bool]:
         return f"{shown(folder / 'config.json')} is not the configuration of a language model: {error}", "", False
     if lack := half_download(folder, weights=not hub):  # which are downloaded later
         return f"`{shown(folder)}` is no whole model folder: {lack}", \
-            f"Download it again, in a clone by  git lfs pull . {remedy}", True
+            f"Download what is missing; in a clone:  git lfs pull   {remedy}", True
     return "", "", False
 
 

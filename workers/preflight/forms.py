@@ -14,26 +14,27 @@ from typing import Any
 
 _PARSER: Any = importlib.import_module("re._parser")
 _COMPILER: Any = importlib.import_module("re._compiler")
-_MOST = 300  # completions that are made
+_MOST = 300  # completions that are made, and their least characters
 _REPEATS = {"MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"}
 _AROUND = {"ASSERT", "ASSERT_NOT", "GROUPREF", "GROUPREF_EXISTS"}
 
 
 def completions_of(pattern: str, texts: Sequence[str]) -> Iterator[str]:
     """Yield completions that a pattern matches as a whole, without repetition."""
-    tree, made = _PARSER.parse(pattern, re.DOTALL), set[str]()
-    places = len(_written(tree, "", -1)[1])
+    tree, made, fits = _PARSER.parse(pattern, re.DOTALL), set[str](), dict[int, str]()
+    places = len(_written(tree, "", -1, fits)[1])
     for text in texts:
         for only in (None, *range(places)):
-            completion = _written(tree, text, only)[0]
+            completion = _written(tree, text, only, fits)[0]
             if len(made) < _MOST and completion not in made and re.fullmatch(pattern, completion, re.DOTALL):
                 made.add(completion)
                 yield completion
 
 
 def is_open(pattern: str) -> bool:
-    """Return whether a pattern has parts that `completions_of` does not understand."""
-    return any(kind in _AROUND for kind in _kinds(_PARSER.parse(pattern)))
+    """Return whether a pattern has parts that `completions_of` does not understand, or is longer than these."""
+    tree = _PARSER.parse(pattern)
+    return tree.getwidth()[0] > _MOST or any(kind in _AROUND for kind in _kinds(tree))
 
 
 def _kinds(tree: Any) -> Iterator[str]:
@@ -45,9 +46,9 @@ def _kinds(tree: Any) -> Iterator[str]:
                 yield from _kinds(part)
 
 
-def _written(tree: Any, text: str, only: int | None) -> tuple[str, list[int]]:
+def _written(tree: Any, text: str, only: int | None, fits: dict[int, str]) -> tuple[str, list[int]]:
     """Return a text of the form of a tree, and the places in it that may be longer. Place `only` gets `text` if it can
-    hold it, or each place if it is None."""
+    hold it, or each place if it is None. `fits` keeps which character each node holds, by its id."""
     places, parts = list[int](), list[str]()
 
     def write(tree: Any) -> None:
@@ -66,8 +67,10 @@ def _written(tree: Any, text: str, only: int | None) -> tuple[str, list[int]]:
             elif kind in ("SUBPATTERN", "ATOMIC_GROUP"):
                 write(value[-1] if kind == "SUBPATTERN" else value)
             elif kind not in ("AT", *_AROUND):
-                parts.append(chr(value) if kind == "LITERAL" else
-                             next((each for each in string.printable if _holds(tree.state, node, each)), ""))
+                if id(node) not in fits:
+                    fits[id(node)] = chr(value) if kind == "LITERAL" else \
+                        next((each for each in string.printable if _holds(tree.state, node, each)), "")
+                parts.append(fits[id(node)])
 
     write(tree)
     return "".join(parts), places

@@ -130,9 +130,9 @@ class VLLMRollout(ExternalRollout):
         self.tasks = self.core.get_supported_tasks()
         worker = self.core.engine_core.model_executor.driver_worker
         self.model: nn.Module = worker.get_model()
-        modules = dict(self.model.named_modules())
+        modules = [f".{module}" for module, _ in self.model.named_modules()]
         self.copies = {name: head for name, head in tied_copies(model, self.device).items()
-                       if head.rpartition(".")[0] in modules}
+                       if any(module.endswith(f".{head.rpartition('.')[0]}") for module in modules)}
         self.fused = getattr(self.model, "packed_modules_mapping", {})
         self.recorder = self._recorder(model, worker.model_runner) if self.generation.routing_replay else None
         self.group = mesh["tp"].get_group() if self.tp > 1 else None

@@ -97,10 +97,12 @@ def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, de
 def keep_classes(model: PreTrainedModel) -> Iterator[None]:
     """Keep the trainer's classes as they are: vLLM takes those of transformers where it has none, and changes them."""
     kinds: dict[Any, Any] = {kind: kind.__init__ for kind in {type(module) for module in model.modules()}}
-    yield
-    for kind, init in kinds.items():
-        if kind.__init__ is not init:
-            kind.__init__, kind.__call__ = _init_outside(kind.__init__, init), _call_outside(kind.__call__)
+    try:
+        yield
+    finally:
+        for kind, init in kinds.items():
+            if kind.__init__ is not init:
+                kind.__init__, kind.__call__ = _init_outside(kind.__init__, init), _call_outside(kind.__call__)
 
 
 def _init_outside(theirs: Callable[..., None], init: Callable[..., None]) -> Callable[..., None]:
