@@ -2,7 +2,7 @@
 
     group              nodes
     rollout            those that sample, with their inputs; COMPUTE nodes that read only columns of this group, such as
-                       rewards; those without a `head`, such as `ask`, that make a sampling role's prompts;
+                       rewards; `tokenizer_only` ones, such as `ask`, that make a sampling role's prompts;
                        frozen roles with  groups: {inference: {ROLE: rollout}}
     inference ROLE     a frozen role with ranks of its own, and others colocated with it (`planners.inference`)
     trainer            all others; nodes in `layouts` that do not sample, and on rows that may have been dropped, too
@@ -113,7 +113,7 @@ def _of_rollout(spec: Spec, bound: dict[str, Contract], chain: list[str], flows:
         late = sorted(producers - ahead)
         if node in sampling and late:
             mistakes.append(_too_late(spec, node, late[0]))
-        asks = bound[node].marks.head is None and node in read and item.role in sampled  # with its tokenizer alone
+        asks = bound[node].marks.tokenizer_only and node in read and item.role in sampled
         computes = ((asks or bound[node].marks.type == "COMPUTE") and draws_of(spec, node, bound[node]) == 1
                     and node not in spec.run.layouts)
         if node in sampling or (computes and not late and (producers or _before(node, sampling, flows))):

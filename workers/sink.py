@@ -41,7 +41,7 @@ from workers.train_state import TrainState
 from workers.validation import MISSING, ValidationResult, Validator
 from workers.validation_requests import ValidationRequests
 
-_ENDED_EARLY = "ended_early"
+_ENDED_EARLY, _REPEATED = "ended_early", "step_repeated"
 _POLL_INTERVAL = 0.2  # seconds between two looks at validations that are awaited
 _REPORT_TIMEOUT = 60.0  # seconds for the report at the end
 _SHOWN = ("questions", "answers", "completions", "rewards")
@@ -72,7 +72,6 @@ class Sink:
                 self.part.parent.mkdir(exist_ok=True)
         self.progress = StepProgress(plan.name, spec.run.steps, resumed_at or 0) if self.folder else None
         self.resumed, self.began, self.done = resumed_at is not None, 0.0, resumed_at or 0
-        self.first = self.done + 1  # of this worker
         self.best, self.worse, self.over = self._best_so_far()
         self.validated: dict[str, float] = {}  # what validations have found that detectors have not seen
         self.fault: LearningFault | None = None  # what has ended the run, on rank 0
@@ -173,9 +172,13 @@ class Sink:
             if actions.get(fault.detector) == "stop":
                 self.fault = self.fault or fault
         if "restart" in actions.values():
-            again = next((each for each in found if actions.get(each.detector) == "restart" and
-                          not (done == self.first and each.evidence.is_finite)), None)
+            wanted = [each for each in found if actions.get(each.detector) == "restart"]
+            repeated = bool(wanted) and any(event.get("event") == _REPEATED and event.get("of_step") == done
+                                            for event in RunReader(self.path).rows("events"))
+            again = next((each for each in wanted if not (repeated and each.evidence.is_finite)), None)
             failed = f"step {done}: {again.evidence.what} (detector `{again.detector}`: restart)" if again else ""
+            if failed:
+                events.record(_REPEATED, of_step=done, why=failed)
             if failed := gather(failed.encode())[0].decode():
                 raise StepFailed(failed)
         if "stop" in actions.values():

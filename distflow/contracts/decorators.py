@@ -31,7 +31,7 @@ class Word:
 def _compiles(text: str) -> str:
     try:
         re.compile(text)
-    except re.error as error:
+    except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"is not a regular expression: {error}\nIn YAML, put it in single quotes.") from None
     return text
 
@@ -81,6 +81,8 @@ class NodeMarks:
     """Whether the engine of a model function must be ready to sample; default: if it repeats rows."""
     row_wise: bool = False
     """A model function's result for a row depends on that row alone, so that it may run while others are sampled."""
+    tokenizer_only: bool = False
+    """A model function needs no weights of its role, so that it may make prompts on ranks that only sample."""
 
     def __post_init__(self) -> None:
         for name in ("writes", "default_for"):
@@ -103,6 +105,7 @@ def node(
     head: str | None = "lm",
     samples: bool | None = None,
     row_wise: bool = False,
+    tokenizer_only: bool = False,
 ) -> Callable[[F], F]:
     """Make a function usable as `function:` of a node; its signature is its contract.
 
@@ -110,7 +113,7 @@ def node(
     `with:`. A model function's first parameter is its role's engine. Arguments: see `NodeMarks`; plain values.
     """
     marks = NodeMarks(_tuple(writes), type, keep_together, repeats, refills, _tuple(default_for), requires or {},
-                      belongs_to or {}, only_with or {}, refuses or {}, head, samples, row_wise)
+                      belongs_to or {}, only_with or {}, refuses or {}, head, samples, row_wise, tokenizer_only)
 
     def register(function: F) -> F:
         function.__distflow_node__ = marks

@@ -216,7 +216,6 @@ def gradient_of_one_layer(series: Series) -> Evidence | None:
     return None
 
 
-_SILENT = "reward/zero_std_groups"
 _LEAST_RATE = 1e-7
 _NEAR, _HELD = 0.02, 0.05  # nats that a policy which is held stays within, and least loss by the KL term
 
@@ -225,11 +224,12 @@ _NEAR, _HELD = 0.02, 0.05  # nats that a policy which is held stays within, and 
 def policy_stuck(series: Series) -> Evidence | None:
     """A model that is trained does not change, though its samples tell better from worse."""
     kl, role, node = "policy/kl_reference", series.trained_role, series.update_node
-    silent = middle(series.last(_SILENT, 8))
+    silent = middle(series.last(f"{series.reward.partition('/')[0]}/zero_std_groups", 8))
     far = series.last(kl, 8) if silent < 0.8 else []
     still = bool(far) and max(far) < 1e-7 and not series.copies_policy
     if slow := _low_rate(series, still):
         return slow
+    still = still and series.steps[-1] >= series.setting_of_role("warmup_steps", 0.0)
     weight = series.number(f"nodes.{node}.with.kl", 0.0)
     if far and series.earned < 0.05 and middle(far) < _NEAR and weight * middle(far) > _HELD:
         return Evidence(series.steps[-8], kl, f"The policy does not move: it stays {middle(far):.2g} nats a token from "
@@ -258,15 +258,15 @@ def _low_rate(series: Series, still: bool) -> Evidence | None:
         full, warmup = (series.number(f"{role}.{key}", 0.0) for key in ("learning_rate", "warmup_steps"))
         if not rates or max(rates) > 1e-8 and not (still and policy and max(rates) < max(full / 10, _LEAST_RATE)):
             continue
-        warms = warmup > series.steps[-1] and full > 1e-8
-        if warms and warmup < series.number("steps", 0.0):
-            continue  # the run gets out of it
+        warms, falls = warmup > series.steps[-1], series.settings.get(f"{role}.schedule", "constant") != "constant"
+        if full > 1e-8 and (warmup < series.number("steps", 0.0) if warms else falls):
+            continue  # the run gets out of it, or its schedule is at its end
         return Evidence(series.steps[-8], name, f"The {'policy' if policy else 'critic'} does not move: its learning "
                         f"rate is {max(rates):.1g}",
                         f"it is in a warm-up of {warmup:.0f} steps, on the way to {full:g}" if warms else
-                        "that is far below what models take (1e-7 to 1e-5, adapters 1e-5 to 1e-4), or its schedule is "
-                        "at its end", f"{role}.warmup_steps={min(20, int(warmup))}" if warms else
-                        f"{role}.learning_rate=1e-6 , and  schedule  of that role", {"rate": max(rates)})
+                        "that is far below what models take (1e-7 to 1e-5, adapters 1e-5 to 1e-4)",
+                        f"{role}.warmup_steps={min(20, int(warmup))}" if warms else f"{role}.learning_rate=1e-6",
+                        {"rate": max(rates)})
     return None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from operator import lt
-from statistics import fmean as mean
 
 from distflow.telemetry.learning_series import (
     FIRST,
@@ -14,6 +13,7 @@ from distflow.telemetry.learning_series import (
     Series,
     detector,
     fall,
+    mean,
     middle,
     spread,
     variance,

@@ -8,9 +8,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean as mean
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -178,6 +177,12 @@ def middle(values: Sequence[float]) -> float:
     return median(values) if values else math.nan
 
 
+def mean(values: Iterable[float]) -> float:
+    """Return the mean, which may be NaN or infinite; statistics' own raises where the sum has no value."""
+    known = [*values]
+    return sum(known) / len(known)
+
+
 def spread(values: Sequence[float]) -> float:
     """Return the standard deviation of most of the values: outliers do not count."""
     center = median(values)
@@ -187,7 +192,7 @@ def spread(values: Sequence[float]) -> float:
 def variance(values: Sequence[float]) -> float:
     """Return the unbiased variance; statistics' own computes with fractions, which takes a hundred times as long."""
     center = mean(values)
-    return sum((value - center) ** 2 for value in values) / (len(values) - 1)
+    return sum((value - center) * (value - center) for value in values) / (len(values) - 1)
 
 
 _SPLIT, _SURE = 8, 6.0  # fewest steps on each side of a fall, and standard errors that make it one

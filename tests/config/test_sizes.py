@@ -187,6 +187,27 @@ def test_half_a_download_is_refused_before_weights_are_loaded(tmp_path: Path, fi
     assert bool(said) == bool(says)
 
 
+def test_of_two_files_the_one_that_is_loaded_must_be_whole(tmp_path: Path) -> None:
+    """As transformers chooses: a file before its index, what the configuration names before both, the fast tokenizer
+    before another."""
+    folder = write(tmp_path / "model", {**PLAIN, "model_type": "llama"})
+    file, tensors = folder / "model.safetensors", {"model.norm.weight": torch.ones(64)}
+    save_file(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(INDEX.replace("KIND", "safetensors"))
+    (folder / "tokenizer.model").write_bytes(POINTER)
+    assert refused_on_this_machine(folder) == ""
+    for number in (1, 2):
+        save_file(tensors, folder / f"part-{number}.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    assert "model.safetensors is cut off: it has " in refused_on_this_machine(folder)
+    file.write_bytes(whole)
+    config = {**PLAIN, "model_type": "llama", "transformers_weights": "other.safetensors.index.json"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "other.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "lost.safetensors"}}))
+    assert "its index names, and it lacks: lost.safetensors" in refused_on_this_machine(folder)
+
+
 def test_an_encoder_as_reward_model_is_refused_with_the_way_that_takes_it(tmp_path: Path) -> None:
     folder = write(tmp_path / "encoder", {"model_type": "roberta"})
     hints = [mistake.hint for mistake in load_for_planning("ppo", None, [f"roles.critic.model={folder}"]).mistakes]

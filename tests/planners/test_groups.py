@@ -290,3 +290,16 @@ def test_what_cannot_be_cut_is_refused_with_what_to_write(case, engines):
     arguments, said = REFUSED[case]
     text = refusal(*arguments)
     assert any(part in text for part in said.split("|"))
+
+
+@pytest.mark.parametrize("kind", ["MODEL_INFERENCE", "MODEL_TRAIN"])
+def test_a_node_that_needs_weights_is_not_moved_to_rollouts(tmp_path, kind):
+    """Of any head, and read by one that samples: ranks that only sample have no engine to infer or train with."""
+    (tmp_path / f"asking_{kind}.py").write_text(
+        f"from distflow import node\n\n@node(type='{kind}', head=None, writes='{{role}}_prompts')\n"
+        "def asked(engine, completions: list[str], *, template: str) -> Ragged: ...\n")
+    shown = yaml.safe_load((ROOT / "dags/solver_reviser.yaml").read_text())
+    assert "ask" in nodes(planned("solver_reviser.yaml")[1], 3)
+    shown["nodes"]["ask"] |= {"type": kind, "function": f"asking_{kind}:asked"}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(shown))
+    assert "samples, but needs node `ask`, which runs in the trainer" in refusal(tmp_path / "mine.yaml")

@@ -152,7 +152,7 @@ def test_faults_of_the_start_that_settings_explain(detector, changed, step):
     ({"roles.actor.max_grad_norm": "1e-12", "roles.actor.learning_rate": "1e-6"}, "policy_stuck",
      "roles.actor.max_grad_norm=1.0"),
     ({"roles.actor.learning_rate": "1e-6"}, "policy_stuck", "roles.actor.freeze=[]"),
-    ({"roles.actor.learning_rate": "1e-6", "roles.actor.warmup_steps": "4000", "steps": "9000"}, "policy_stuck",
+    ({"roles.actor.learning_rate": "1e-6", "roles.actor.warmup_steps": "8", "steps": "9000"}, "policy_stuck",
      "roles.actor.freeze=[]"),
     ({"roles.reference.follow.every": "1", "roles.reference.follow.mix": "1.0"}, "reference_moves", "follow=null"),
 ])
@@ -161,6 +161,45 @@ def test_a_policy_at_its_reference_is_told_by_what_keeps_it_there(settings, dete
     fault, = faults_of(steps_of(12, policy__kl_reference=0.0), settings)
     assert (fault.detector, fault.step) == (detector, 8)
     assert remedy in fault.evidence.remedy
+
+
+RATE = {**SETTINGS, "roles.actor.weight_decay": "0", "roles.actor.learning_rate": "1e-6", "steps": "2000"}
+
+
+def test_policy_stuck_is_silent_in_a_warmup_and_at_the_end_of_a_schedule():
+    warming = [line | {"learning_rate": 1e-6 * line["step"] / 500, "policy/kl_reference": 2e-8}
+               for line in steps_of(60, first=1000)]
+    assert faults_of(warming, {**RATE, "roles.actor.warmup_steps": "500"}) == []
+    ending = [line | {"learning_rate": 5e-9} for line in steps_of(40, first=1000)]
+    assert faults_of(ending, {**RATE, "roles.actor.schedule": "cosine"}) == []
+    for changed in ({"roles.actor.schedule": "constant"}, {"roles.actor.schedule": "linear",
+                                                           "roles.actor.learning_rate": "1e-9"}):
+        assert [fault.detector for fault in faults_of(ending, {**RATE, **changed})] == ["policy_stuck"]
+
+
+def test_policy_stuck_is_silent_where_an_environment_pays_all_samples_alike():
+    silent = {"environment/reward": 0.0, "environment/zero_std_groups": 1.0, "policy/kl_reference": 0.0,
+              "grad_norm": 0.0}
+    steps = [{name: value for name, value in line.items() if not name.startswith("reward/")} | silent
+             for line in steps_of(20, first=1000)]
+    assert {fault.detector for fault in faults_of(steps, RATE)} == {"no_signal"}
+    steps = [line | {"environment/zero_std_groups": 0.2} for line in steps]
+    assert "policy_stuck" in {fault.detector for fault in faults_of(steps, RATE)}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_detectors_bear_numbers_that_have_no_mean(seed):
+    draw = random.Random(seed)
+    names = [*HEALTHY, "loss", "value/loss", "value/learning_rate", "environment/reward", "environment/zero_std_groups",
+             "reward/form", "reward/math", "reward/max", "reward/min", "response/alike", "response/fingerprint",
+             "epoch", "validation/heldout", "gradient/share_of_layer/7", "mismatch/unsampled",
+             "advantages/of_prompts", "response/end_untrained", "environment/failed", "prompt/repeated"]
+    extreme = [math.inf, -math.inf, math.nan, 1e300, -1e300, 0.0, 1.0]
+    steps = [{name: draw.choice(extreme) for name in names} | {"step": step} for step in range(1, 40)]
+    assert "loss_spike" in {fault.detector for fault in faults_of(steps, RATE)}
+    for name in names:
+        changed = [line | {name: draw.choice(extreme)} for line in steps_of(40, seed, first=1000)]
+        faults_of(changed, RATE)
 
 
 def test_a_kl_term_that_outweighs_advantages_is_told_with_its_weight():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
 from distflow.config.load import load
+from distflow.errors import StepFailed
 from distflow.telemetry.events import Events
 from planners import plan
 from workers.sink import Sink
@@ -35,12 +38,14 @@ def sink(alone, tmp_path, monkeypatch):
     """`sink(means, resumed_at, concluded, **validation)`: that of a worker, which may have to conclude again."""
     (tmp_path / "held.jsonl").write_text('{"question": "1", "answer": "1"}\n')
 
-    def make(means: dict[int, float], resumed_at: int | None = None, concluded: bool = False, **settings) -> Sink:
+    def make(means: dict[int, float], resumed_at: int | None = None, concluded: bool = False, detectors: str = "{}",
+             **settings) -> Sink:
         events = Events()
         events.open(tmp_path / "events.jsonl", 0)
         monkeypatch.setattr("distflow.telemetry.events._current", events)
         more = [f"validation.{name}={value}" for name, value in settings.items()]
         spec = load("grpo.yaml", None, ["mode=async", "steps=9", "validation.every=1", "checkpoint.every=0", "log=[]",
+                                        f"robust.detectors={detectors}",
                                         f"validation.data={{held: {tmp_path}/held.jsonl}}", *more])
         unconcluded = resumed_at is not None and not concluded
         planned, state = plan(spec, 2), SimpleNamespace(from_memory=unconcluded, save=lambda step: None)
@@ -77,3 +82,28 @@ def test_a_worker_that_starts_again_while_the_last_validation_is_awaited_trains_
 def test_an_end_after_a_step_that_is_done_again_counts_no_more(sink):
     assert train(sink({0: 0.1, 1: 0.2, 2: 0.7}, stop_at=0.5)) == 3
     assert train(sink({1: 0.2, 2: 0.3, 3: 0.1, 4: 0.6}, 1, stop_at=0.5), 1) == 5
+
+
+def test_a_step_that_fails_again_after_an_older_snapshot_is_repeated_once(sink, tmp_path):
+    """The worker is back some steps, so that the step that fails is not its first."""
+    def repeat(first: int, spike: float, at: int = 12) -> Sink:
+        made = sink({}, first - 1 or None, detectors="{loss_spike: restart}")
+        for step in range(first, at + 1):
+            metrics = {"grad_norm": spike if step == at else 1.0 + 0.01 * step, "seconds": 1.0}
+            if made.folder:
+                made.folder.write_metrics(step, metrics)
+            made._note_faults(step, metrics)
+        return made
+
+    with pytest.raises(StepFailed, match="step 12: grad_norm is"):
+        repeat(1, 50.0)
+    again = repeat(8, 50.0).learning
+    assert again is not None
+    assert again.seen == {"loss_spike": 12}
+    event, = (each for each in map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+              if each["event"] == "step_repeated")
+    assert event["of_step"] == 12
+    with pytest.raises(StepFailed, match="step 12: grad_norm is nan"):
+        repeat(8, math.nan)
+    with pytest.raises(StepFailed, match="step 13"):
+        repeat(8, 50.0, at=13)

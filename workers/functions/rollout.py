@@ -22,7 +22,7 @@ def greedy(engine: RoleEngines, prompts: Ragged, row: Tensor, *,
     return samples.tokens, engine.decode(samples.tokens)
 
 
-@node(type="MODEL_INFERENCE", head=None, writes="{role}_prompts", row_wise=True)
+@node(type="MODEL_INFERENCE", writes="{role}_prompts", row_wise=True, tokenizer_only=True)
 def ask(engine: RoleEngines, *, template: Template, max_prompt_tokens: PositiveInt = 1024,
         **columns: list[str]) -> Ragged:
     """Make prompts for a role: the template filled with each row's columns, as a question by the role's chat template.

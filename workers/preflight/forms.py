@@ -6,14 +6,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import string
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-_PARSER: Any = importlib.import_module("re._parser")
-_COMPILER: Any = importlib.import_module("re._compiler")
+_PARSER: Any = None
+_COMPILER: Any = None
+with contextlib.suppress(ImportError):  # they are Python's own, and a later one may not have them
+    _PARSER, _COMPILER = (importlib.import_module(f"re.{name}") for name in ("_parser", "_compiler"))
 _MOST = 300  # completions that are made, and their least characters
 _REPEATS = {"MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"}
 _AROUND = {"ASSERT", "ASSERT_NOT", "GROUPREF", "GROUPREF_EXISTS"}
@@ -32,7 +35,10 @@ def completions_of(pattern: str, texts: Sequence[str]) -> Iterator[str]:
 
 
 def is_open(pattern: str) -> bool:
-    """Return whether a pattern has parts that `completions_of` does not understand, or is longer than these."""
+    """Return whether a pattern has parts that `completions_of` does not understand, or is longer than these.
+    Without Python's parser it understands none."""
+    if _PARSER is None:
+        return True
     tree = _PARSER.parse(pattern)
     return tree.getwidth()[0] > _MOST or any(kind in _AROUND for kind in _kinds(tree))
 

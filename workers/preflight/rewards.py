@@ -13,6 +13,7 @@ with the limits that they have in a run. What is not proved within `_LIMIT` seco
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import json
@@ -94,16 +95,26 @@ def _names(settings: Sequence[RewardSetting]) -> list[str]:
 
 def _write(spec: Spec, settings: Sequence[RewardSetting], sets: Sequence[FirstRecords], lines: TextIO) -> None:
     """Write each failed proof as a line of JSON, and a DistflowError as such."""
-    until, called = time.monotonic() + _SCAN, set[str]()
     try:
-        for trials in ([*_trials(spec, setting, records)] for setting in settings for records in sets
-                       if records.training != (setting.source is spec.run_source)):
-            for failed in (each for trial in trials for proofs in (trial.proofs(until, called), trial.unformed(trials))
-                           for each in proofs):
-                print(json.dumps(asdict(failed)), file=lines, flush=True)
+        for failed in _failed(spec, settings, sets):
+            print(json.dumps(asdict(failed)), file=lines, flush=True)
     except DistflowError as error:
         mistakes = error.mistakes if isinstance(error, InvalidInput) else [Diagnostic(str(error))]
         print(*(json.dumps(asdict(FailedProof(each))) for each in mistakes), sep="\n", file=lines, flush=True)
+
+
+def _failed(spec: Spec, settings: Sequence[RewardSetting], sets: Sequence[FirstRecords]) -> Iterator[FailedProof]:
+    """Yield what fails. Forms come last: a match may take longer than there is time."""
+    until, called, made = time.monotonic() + _SCAN, set[str](), list[list[_RewardTrial]]()
+    for setting in settings:
+        for records in (each for each in sets if each.training != (setting.source is spec.run_source)):
+            made.append([*_trials(spec, setting, records)])
+            for trial in made[-1]:
+                yield from trial.proofs(until, called)
+    for trials in made:
+        for trial in trials:
+            with contextlib.suppress(RecursionError, OverflowError):  # of an expression that is nested deeply
+                yield from trial.unformed(trials)
 
 
 def _read(line: str) -> FailedProof:
