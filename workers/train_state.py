@@ -124,6 +124,8 @@ class TrainState:
 
     def settle_uploads(self) -> None:
         """Wait for the last upload. Collective; no rank waits long in one collective, whose time is limited."""
+        if self.uploads and not self.uploads.job:  # this worker has restarted after the last checkpoint
+            self.upload()
         while self.to and not all(gather_values(not self.uploads or self.uploads.over(1.0))):
             continue
 

@@ -21,6 +21,7 @@ from distflow.options import (
     check,
     gpu_count,
     load_newest,
+    load_spec,
     rank_count,
     require_no_fewer_steps,
 )
@@ -178,7 +179,7 @@ def export(options: argparse.Namespace) -> int:
     elif options.private:
         raise InvalidInput("--private says who sees what is uploaded, and nothing is:  --push OWNER/NAME --private")
     options.overrides = ["mode=sync", "groups={}"]  # a rollout has no training state to write
-    spec = load_newest(options)
+    spec = load_newest(options) if "://" in options.resume else load_spec(options)
     folder, run = Path(options.folder or options.resume), Path(options.resume)
     plan(spec, ranks)
     names = ["model", *(f"model-{name}" for name, role in spec.dag.roles.items() if role.trained)]

@@ -12,6 +12,7 @@ from distflow.config import command_line
 from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.dag import Dag
 from distflow.config.downloads import half_download
+from distflow.config.extras import file_system_line
 from distflow.config.families import why_refused
 from distflow.config.freeze import check_freeze
 from distflow.config.hub import data_set_line, fetched
@@ -245,12 +246,17 @@ def _quantized(folder: Path, how: Any) -> tuple[str, str, bool]:
 
 
 def _unset_keys(spec: Spec) -> list[Diagnostic]:
-    """Return a mistake for each key that a node or a logger takes from this machine, and that is not there."""
+    """Return a mistake for each key and package that nodes, loggers and the object store lack on this machine."""
     named = [(node, settings.settings.get("key_variable")) for node, settings in spec.dag.nodes.items()]
     logs = loggers_of(spec.run.log) if os.environ.get("RANK", "0") == "0" else {}  # of the ranks the first logs
     loggers = [lack_of(name, settings) for name, settings in logs.items()]
+    to = spec.run.checkpoint.to
+    stores = [file_system_line(to)] if to and os.environ.get("RANK", "0") == "0" else []
     return [Diagnostic(what, spec.run_source.location(("log",)), hint, of_machine=True)
             for what, hint in loggers if what] + [
+            Diagnostic("`checkpoint.to` needs a package that is not installed",
+                       spec.run_source.location(("checkpoint", "to")), f"Install it:  {line}", of_machine=True)
+            for line in stores if line] + [
             Diagnostic(f"node `{node}` takes its key from the environment variable {key}, which is not set",
                        spec.dag_source.location(("nodes", node, "with", "key_variable")), f"export {key}=…",
                        of_machine=True)

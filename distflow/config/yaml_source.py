@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from distflow.config.extras import SecretShown
 from distflow.config.yaml_syntax import BoundedLoader, explain
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, nearest
 
@@ -370,7 +371,9 @@ def _mistake(kind: type[Document], source: YamlSource, item: Any) -> Diagnostic:
     if item["type"] == "missing":
         return Diagnostic(f"`{name}` is missing", source.location(path[:-1], key=True), f"Add `{path[-1]}:` here.")
     if item["type"] in ("value_error", "assertion_error"):
-        return Diagnostic(f"`{name}`: {item['ctx']['error']}" if name else str(item["ctx"]["error"]), where)
+        error = item["ctx"]["error"]
+        where = None if isinstance(error, SecretShown) else where
+        return Diagnostic(f"`{name}`: {error}" if name else str(error), where)
     if item["type"] in ("too_short", "too_long"):
         bound = item["ctx"].get("min_length", item["ctx"].get("max_length"))
         side = "at least" if item["type"] == "too_short" else "at most"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -103,32 +103,33 @@ def write_progress(checkpoint: Path, progress: dict[str, Any], checksums: dict[s
         os.fsync(file.fileno())  # else a power cut could leave the final name over an empty file
 
 
-def find_damage(checkpoint: Path, share: int = 0, shares: int = 1) -> str:
-    """Return what is damaged in a checkpoint; empty if nothing is. Each rank reads its `share` of the files. Raises
-    CheckpointError: a file cannot be read, which is no damage."""
+def find_damage(checkpoint: Path, share: int = 0, shares: int = 1, moved: Callable[[], None] = lambda: None) -> str:
+    """Return what is damaged in a checkpoint; empty if nothing is. Each rank reads its `share` of the files, and calls
+    `moved` after each block. Raises CheckpointError: a file cannot be read, which is no damage."""
     progress = read_progress(checkpoint)
     if progress is None:
         return f"{PROGRESS} is missing or damaged, or a file that it lists is missing or cut short"
     checksums = progress.get(CHECKSUMS, {})  # older versions wrote none
-    return _first_damaged(checkpoint, sorted(checksums.items())[share::shares])
+    return _first_damaged(checkpoint, sorted(checksums.items())[share::shares], moved)
 
 
-def _first_damaged(checkpoint: Path, checksums: Iterable[tuple[str, str]]) -> str:
+def _first_damaged(checkpoint: Path, checksums: Iterable[tuple[str, str]], moved: Callable[[], None]) -> str:
     for name, expected in checksums:
         try:
-            if checksum(checkpoint / name) != expected:
+            if checksum(checkpoint / name, moved) != expected:
                 return f"{name} is not what was written: its checksum differs"
         except OSError as error:
             raise _unreadable(checkpoint, error) from error
     return ""
 
 
-def checksum(path: Path) -> str:
+def checksum(path: Path, moved: Callable[[], None] = lambda: None) -> str:
     """Return the checksum of a file, by xxh3 in 128 bits: against accidents, not against forgery."""
     state = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while part := file.read(_PART):
             state.update(part)
+            moved()
     return state.hexdigest()
 
 

@@ -14,8 +14,11 @@ library finds, as in its environment variables.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -23,11 +26,12 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from distflow.config.extras import require_file_system
+from distflow.config.extras import file_system_line, require_file_system
 from distflow.errors import CheckpointError, Diagnostic, DistflowError, InvalidInput, Superseded, quoted
 from distflow.recovery import generations
 from distflow.recovery.checkpoint_files import (
@@ -60,10 +64,12 @@ _FETCH_TIMEOUT = 3600.0
 """Seconds that other ranks of a machine wait for the one that fetches."""
 _WHY = "\0"
 """Stands before the reason of a failure in what a transfer prints."""
+_OURS = re.compile(r"step-\d+\.\d+-\d+-\d+-\w*\.[0-9a-f]*")
+"""Folders of copies; others in the store are left as they are."""
 _RUN = "run/"
 _RUN_FILES = ("launch.json", "dag.yaml", "run.yaml", "cluster.yaml", "plan.json", "metrics.jsonl", "validation.jsonl",
               "samples.jsonl", "events.jsonl", "log.*.json", "best/**/*")
-"""Files that a resume continues, or that nobody can write again."""
+"""Files that a resume continues, or that nobody can write again. No others are fetched into a run folder."""
 
 
 class _Age(NamedTuple):
@@ -75,7 +81,7 @@ class _Age(NamedTuple):
 
 @dataclass(frozen=True)
 class _Copy:
-    """A whole checkpoint in the store. files: their sizes by name."""
+    """A whole checkpoint in the store. files: sizes by name of those that a fetch takes."""
 
     name: str
     age: _Age
@@ -87,12 +93,17 @@ class _Copies:
 
     def __init__(self, url: str):
         from fsspec.core import url_to_fs
+        from fsspec.spec import AbstractFileSystem
 
         self.url = self.place = url.rstrip("/")
         """`place`: address of the object that is read or written now."""
         local = url.startswith(("file://", "local://"))
         self.fs, root = url_to_fs(self.url, **({"auto_mkdir": True} if local else {}))
         self.root, self.moved = root.rstrip("/"), time.monotonic()
+        self.put, self.get = self.fs.put_file, self.fs.get_file
+        if not self.fs.async_impl:  # such as of folders, and SFTP, may say nothing until a file has been copied
+            self.put = partial(AbstractFileSystem.put_file, self.fs)
+            self.get = partial(AbstractFileSystem.get_file, self.fs)
 
     def end_if_stuck(self) -> None:
         """End this process once nothing has moved for a while. Runs in a thread."""
@@ -102,12 +113,12 @@ class _Copies:
         os._exit(1)
 
     def folders(self) -> dict[str, dict[str, int]]:
-        """Return the sizes of all files by folder and name, whole or not."""
+        """Return the sizes of our files by folder and name, whole or not, without names that leave their folder."""
         self.place, found = self.url, dict[str, dict[str, int]]()
         self.fs.invalidate_cache()
         for path, info in self.fs.find(self.root, detail=True).items():
             folder, slash, name = path.removeprefix(f"{self.root}/").partition("/")
-            if slash and folder.startswith("step-"):
+            if slash and _OURS.fullmatch(folder) and not {"", ".", ".."} & {*name.split("/")}:
                 found.setdefault(folder, {})[name] = info["size"]
         return found
 
@@ -116,8 +127,11 @@ class _Copies:
         found = []
         for name, files in self.folders().items():
             progress = parse_progress(self._read(name, PROGRESS)) if PROGRESS in files else None
-            if progress and all(files.get(each, -1) >= size for each, size in progress[FILES].items()):
-                found.append(_Copy(name, _age(progress), files))
+            if (progress and name == _name_of(progress) and
+                    all(files.get(each, -1) >= size for each, size in progress[FILES].items())):
+                taken = {each for each in progress[FILES] if not each.startswith(_RUN)} | {PROGRESS}
+                found.append(_Copy(name, _age(progress), {each: size for each, size in files.items()
+                                                          if each in taken or _is_of_run(each)}))
         return sorted(found, key=lambda each: each.age)
 
     def require_free(self) -> None:
@@ -201,7 +215,7 @@ class _Copies:
 
     def _put_file(self, name: str, file: str, path: Path) -> None:
         print(self._key(name, file), flush=True)
-        self.fs.put_file(str(path), f"{self.root}/{name}/{file}", callback=self._callback())
+        self.put(str(path), f"{self.root}/{name}/{file}", callback=self._callback())
 
     def _remove(self, name: str) -> None:
         self._key(name, PROGRESS)
@@ -213,33 +227,38 @@ class _Copies:
     def _fetch(self, copy: _Copy, run: Path) -> bool:
         """Fetch a checkpoint and the files of its run; return whether it is undamaged."""
         final = checkpoint_of(run / "checkpoints", copy.age.step)
-        partial = final.with_name(f"{copy.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(run / "best.partial", ignore_errors=True)
-        for file in sorted(copy.files, key=lambda each: each == PROGRESS):
-            own = file.removeprefix(_RUN)
-            self._get_file(copy.name, file, partial / file if own == file else run / _partial(own))
-        if wrong := find_damage(partial):
+        # Of this process alone: a file system that all machines see may have no locks.
+        written = final.with_name(f"{copy.name}.{socket.gethostname()}-{os.getpid()}.partial")
+        shutil.rmtree(written, ignore_errors=True)
+        for file, size in sorted(copy.files.items(), key=lambda each: each[0] == PROGRESS):
+            self._get_file(copy.name, file, written / file, size)
+        if wrong := find_damage(written, moved=self._moved):
             print(f"{self.url}/{copy.name} is damaged: {wrong}. It is passed over for the one before it.",
                   file=sys.stderr, flush=True)
-            shutil.rmtree(partial)
+            shutil.rmtree(written)
             return False
-        for file in (file.removeprefix(_RUN) for file in copy.files if file.startswith(_RUN)):
-            if not file.startswith("best/"):
-                (run / _partial(file)).replace(run / file)
-        if (run / "best.partial").exists():
-            replace_folder(run / "best", run / "best.partial")
+        if read_progress(final) == read_progress(written):  # another machine was faster
+            shutil.rmtree(written)
+            return True
+        for file in copy.files:
+            if file.startswith(_RUN) and not file.startswith(f"{_RUN}best/"):
+                (written / file).replace(run / file.removeprefix(_RUN))
+        if (written / _RUN / "best").exists():
+            replace_folder(run / "best", written / _RUN / "best")
+        shutil.rmtree(written / _RUN, ignore_errors=True)
         generations.adopt(run / "checkpoints", copy.age.generation)
         set_aside(run / "checkpoints", copy.age.step)
         if final.exists():  # torn, or it would have been set aside
             shutil.rmtree(final)
-        partial.rename(final)
+        written.rename(final)
         return True
 
-    def _get_file(self, name: str, file: str, path: Path) -> None:
+    def _get_file(self, name: str, file: str, path: Path, size: int) -> None:
         print(self._key(name, file), flush=True)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.fs.get_file(f"{self.root}/{name}/{file}", str(path), callback=self._callback())
+        self.get(f"{self.root}/{name}/{file}", str(path), callback=self._callback())
+        if (fetched := path.stat().st_size) != size:
+            raise CheckpointError(f"{self.place} has {size} bytes, of which {fetched} were fetched. Try again.")
 
     def _read(self, name: str, file: str) -> bytes:
         self._key(name, file)
@@ -247,21 +266,24 @@ class _Copies:
 
     def _key(self, name: str, file: str) -> str:
         """Note the object of the transfer that begins; return its address."""
-        self.moved, self.place = time.monotonic(), "/".join(filter(None, (self.url, name, file)))
+        self._moved()
+        self.place = "/".join(filter(None, (self.url, name, file)))
         return self.place
 
     def _callback(self) -> Any:
         from fsspec.callbacks import Callback
 
-        def moved(*_: Any, **__: Any) -> None:
-            self.moved = time.monotonic()
+        return Callback(hooks={"moved": self._moved})
 
-        return Callback(hooks={"moved": moved})
+    def _moved(self, *_: Any, **__: Any) -> None:
+        self.moved = time.monotonic()
 
 
-def _partial(file: str) -> str:
-    """Return where a file of a run folder stands until it has been fetched."""
-    return f"best.partial/{file.removeprefix('best/')}" if file.startswith("best/") else f"{file}.partial"
+def _is_of_run(file: str) -> bool:
+    """Return whether a file of a copy is one that `_RUN_FILES` names."""
+    name = file.removeprefix(_RUN)
+    return name != file and (name.startswith("best/") or "/" not in name and
+                             any(fnmatch.fnmatchcase(name, pattern) for pattern in _RUN_FILES))
 
 
 def _run_files(run: Path) -> dict[str, Path]:
@@ -280,8 +302,12 @@ def _age(progress: Mapping[str, Any], step: int = 0) -> _Age:
 
 def _name(checkpoint: Path) -> str:
     """Return the name of a checkpoint's copy, which tells its content, too."""
-    progress = read_progress(checkpoint) or {}
-    return f"{checkpoint.name}.{_age(progress).generation}.{progress.get(CHECKSUM, '')[:8]}"
+    return _name_of({"step": step_of(checkpoint), **(read_progress(checkpoint) or {})})
+
+
+def _name_of(progress: Mapping[str, Any]) -> str:
+    age = _age(progress)
+    return f"{checkpoint_of(Path(), age.step).name}.{age.generation}.{progress.get(CHECKSUM, '')[:8]}"
 
 
 class Uploads:
@@ -319,22 +345,24 @@ class Uploads:
                 self.transfer.end()
 
     def _upload(self, generation: TrainerGeneration) -> None:
+        step, began = 0, time.monotonic()
         try:
             checkpoints = complete_checkpoints(self.run / "checkpoints")
-        except CheckpointError as error:
-            self._report(0, str(error))
-            return
-        names, began = [_name(each) for each in checkpoints], time.monotonic()
-        if names == self.mirrored:
-            return
-        self.current = checkpoints[-1] if checkpoints else None
-        step = step_of(self.current) if self.current else 0
-        if why := self._attempt(generation):
+            names = [_name(each) for each in checkpoints]
+            if names == self.mirrored:
+                return
+            self.current = checkpoints[-1] if checkpoints else None
+            step = step_of(self.current) if self.current else 0
+            if not (why := self._attempt(generation)):
+                self.mirrored = names
+        except (CheckpointError, OSError) as error:  # it cannot be read, or no process can be started
+            why = str(error)
+        finally:
+            self.current = None
+        if why:
             self._report(step, why)
         else:
-            self.mirrored = names
             events.record("checkpoint_uploaded", of_step=step, to=self.url, seconds=round(time.monotonic() - began, 3))
-        self.current = None
 
     def _report(self, step: int, why: str) -> None:
         why = f"the checkpoint of step {step} was not copied to {self.url}: {why}"
@@ -376,6 +404,8 @@ def fetch(url: str, run: Path | None = None) -> Path:
         require_file_system(url)
     except ValueError as error:
         raise InvalidInput(str(error)) from None
+    if line := file_system_line(url):
+        raise InvalidInput(f"{url} needs a package that is not installed:  {line}")
     print(f"looking for a checkpoint in {url}", file=sys.stderr, flush=True)
     printed, why = _outcome(_transfer("fetch", url, *([str(run)] if run else [])))
     if why:
@@ -388,12 +418,16 @@ def fetch(url: str, run: Path | None = None) -> Path:
 
 def fetch_once(run: Path, to: str) -> None:
     """Fetch as `fetch` does, in one process of all that a torchrun has started here; the others wait for it."""
-    run.parent.mkdir(parents=True, exist_ok=True)
     fetched = run.with_name(f".{run.name}.fetched")
-    with locked(run, _FETCH_TIMEOUT):
-        if not fetched.exists() or fetched.read_text() != agent():
-            fetch(url_of(run, to), run)
-            fetched.write_text(agent())
+    try:
+        run.parent.mkdir(parents=True, exist_ok=True)
+        with locked(run, _FETCH_TIMEOUT):
+            if not fetched.exists() or fetched.read_text() != agent():
+                fetch(url_of(run, to), run)
+                fetched.write_text(agent())
+    except OSError as error:
+        raise InvalidInput(f"no checkpoint could be fetched to {run}: {error.strerror}. End the process that fetches, "
+                           "or name another folder:  --set output=FOLDER") from error
 
 
 def _transfer(command: str, *arguments: str) -> Child:

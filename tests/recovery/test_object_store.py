@@ -5,11 +5,13 @@ Transfers are killed where their standard output, a pipe that nobody reads on, h
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -18,7 +20,8 @@ import pytest
 from harness import metrics_of
 
 from distflow.cli import main
-from distflow.errors import InvalidInput
+from distflow.config.shipped import SHIPPED
+from distflow.errors import CheckpointError, InvalidInput
 from distflow.recovery import generations, object_store
 from distflow.recovery.checkpoint_files import (
     GENERATION,
@@ -30,8 +33,9 @@ from distflow.recovery.checkpoint_files import (
     write_progress,
 )
 from distflow.recovery.generations import TrainerGeneration
-from distflow.recovery.object_store import Uploads, _Copies, _outcome, _transfer, fetch, require_free
+from distflow.recovery.object_store import Uploads, _Copies, _outcome, _transfer, fetch, fetch_once, require_free
 from distflow.telemetry import events
+from distflow.telemetry.files import locked
 
 _MANY = 400
 """Shards of which a transfer prints more than a pipe holds (64 KiB)."""
@@ -274,6 +278,144 @@ def test_upload_without_credentials_names_bucket_and_cause(run, s3, monkeypatch)
 def test_store_that_has_nothing_is_said(tmp_path):
     with pytest.raises(InvalidInput, match="grpo-7 has no whole checkpoint"):
         fetch(f"file://{tmp_path}/grpo-7")
+
+
+def test_fetch_writes_only_files_of_the_checkpoint_and_known_files_of_its_run(run, tmp_path):
+    copies = _Copies("memory://hostile/grpo-1")
+    save(run, 4)
+    copies.upload(run, FIRST)
+    name = copies.whole()[0].name
+    for key in (f"{name}/run/../../../outside", f"{name}/run/./samples.jsonl", f"{name}/run//etc/absolute",
+                f"{name}/../outside", f"{name}/run/generations/9-9-9-z", f"{name}/run/checkpoints/step-00000009/x",
+                f"{name}/run/log.a/b.json", f"{name}/run/best/../../outside", f"{name}/unrecorded.distcp"):
+        copies.fs.pipe_file(f"{copies.root}/{key}", b"planted")
+    fetched = copies.fetch(None)
+    shutil.rmtree(run)
+    assert sorted(content_of(tmp_path)) == sorted(f"elsewhere/grpo-1/{each}" for each in (
+        "best/model/model.safetensors", "checkpoints/step-00000004/.metadata",
+        "checkpoints/step-00000004/__0_0.distcp", "checkpoints/step-00000004/progress.json",
+        "generations/1-0-0-a", "launch.json", "metrics.jsonl", "plan.json", "run.yaml"))
+    assert b"planted" not in content_of(fetched).values()
+
+
+def test_upload_leaves_folders_of_others_in_the_store(run, tmp_path):
+    model = tmp_path / "store/grpo-1/step-100/model.safetensors"
+    model.parent.mkdir(parents=True)
+    model.touch()
+    save(run, 2)
+    assert upload(run, f"file://{tmp_path}/store") == ""
+    assert model.exists()
+
+
+class Counted(_Copies):
+    """Counts by how many signs of life a transfer renews its limit, after the last file too."""
+
+    signs = 0
+
+    def _moved(self, *_, **__) -> None:
+        super()._moved()
+        self.signs += 1
+
+    def _get_file(self, *arguments) -> None:
+        super()._get_file(*arguments)
+        self.signs_of_files, self.signs = self.signs, 0
+
+
+def test_transfer_of_a_long_file_renews_its_time_limit(run, tmp_path):
+    copies, large = Counted(f"file://{tmp_path}/store/grpo-1"), save(run, 2) / "__0_0.distcp"
+    large.write_bytes(bytes(20 << 20))
+    copies._put_file("step-00000002.1-0-0-a.ff", large.name, large)
+    blocks = (20 << 20) // copies.fs.blocksize
+    assert blocks > 1
+    assert copies.signs > blocks
+    copies._get_file("step-00000002.1-0-0-a.ff", large.name, tmp_path / "fetched", 20 << 20)
+    assert copies.signs_of_files > 2 * blocks
+
+
+def test_comparison_of_checksums_renews_the_time_limit(run, tmp_path):
+    save(run, 2)
+    copies = Counted(f"file://{tmp_path}/store/grpo-1")
+    copies.upload(run, FIRST)
+    copies.fetch(None)
+    assert copies.signs >= 2, "one for each file of the checkpoint"
+
+
+def test_file_that_is_fetched_in_part_is_an_error(run, tmp_path):
+    save(run, 2)
+    copies = _Copies(f"file://{tmp_path}/store/grpo-1")
+    copies.upload(run, FIRST)
+    copy = copies.whole()[0]
+    os.truncate(tmp_path / "store/grpo-1" / copy.name / "run/best/model/model.safetensors", 3)
+    with pytest.raises(CheckpointError, match="best/model/model.safetensors has 15 bytes, of which 3 were fetched"):
+        copies._fetch(copy, tmp_path / "elsewhere/grpo-1")
+
+
+def test_fetch_leaves_what_another_machine_is_fetching(run, tmp_path):
+    save(run, 2)
+    assert upload(run, f"file://{tmp_path}/store") == ""
+    name = _Copies(f"file://{tmp_path}/store/grpo-1").whole()[0].name
+    other = tmp_path / f"elsewhere/grpo-1/checkpoints/{name}.partial"
+    other.mkdir(parents=True)
+    fetch(f"file://{tmp_path}/store/grpo-1")
+    assert other.exists()
+
+
+def test_fetch_that_another_process_holds_up_is_a_sentence(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(object_store, "_FETCH_TIMEOUT", 0.0)
+    with locked(run), pytest.raises(InvalidInput, match="no checkpoint could be fetched .* another process has held"):
+        fetch_once(run, f"file://{tmp_path}/store")
+
+
+def test_upload_that_cannot_start_is_said(run, tmp_path, monkeypatch):
+    events.current().open(run / "events.jsonl", 0)
+    save(run, 2)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
+    uploads = Uploads(run, f"file://{tmp_path}/store")
+    uploads.begin(FIRST)
+    assert uploads.over(60.0)
+    assert uploads.current is None
+    told = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [(each["event"], each["of_step"]) for each in told] == [("checkpoint_upload_failed", 2)]
+    assert "no-python" in told[0]["why"]
+
+
+@pytest.mark.parametrize("url", ["sftp://user:hunter2@host/folder", "user:hunter2@host/folder"])
+def test_address_with_a_password_is_refused_without_showing_it(url, tmp_path, capsys):
+    with pytest.raises(InvalidInput, match="password") as refused:
+        fetch(url)
+    assert "hunter2" not in str(refused.value)
+    (tmp_path / "run.yaml").write_text(f"checkpoint:\n  to: {url}\n")
+    assert main(["validate", "grpo", "--run-file", str(tmp_path / "run.yaml")]) == 2
+    assert main(["validate", "grpo", "--set", f"checkpoint.to={url}"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("an address with a password") == 2
+    assert "hunter2" not in shown
+
+
+def test_plan_for_other_machines_needs_no_file_system_here(tmp_path, monkeypatch, capsys):
+    if importlib.util.find_spec("gcsfs"):
+        pytest.skip("gcsfs is installed")
+    monkeypatch.chdir(tmp_path)
+    setting = ("--set", "checkpoint.to=gs://bucket/runs")
+    assert main(["plan", "grpo", *setting]) == 0
+    assert main(["validate", "grpo", *setting]) == 2
+    assert "pip install gcsfs" in capsys.readouterr().err
+    with pytest.raises(InvalidInput, match="pip install gcsfs"):
+        fetch("gs://bucket/runs/grpo-1")
+
+
+def test_export_of_a_folder_does_not_ask_the_store(run, tmp_path, capsys):
+    shutil.copy(SHIPPED / "grpo.yaml", run / "dag.yaml")
+    (run / "launch.json").write_text('{"search": []}')
+    embedded = (SHIPPED / "runs/embedded.yaml").read_text()
+    (run / "run.yaml").write_text(embedded.replace("checkpoint: {", f"checkpoint: {{to: 'file://{tmp_path}/store', "))
+    save(run, 2)
+    shutil.copytree(run, other := tmp_path / "other/grpo-1")
+    save(other, 4, SECOND)
+    assert upload(other, f"file://{tmp_path}/store", SECOND) == ""
+    assert main(["export", str(run), str(run / "best/exported")]) == 2
+    assert "that the run itself writes" in capsys.readouterr().err
+    assert [step_of(each) for each in complete_checkpoints(run / "checkpoints")] == [2]
 
 
 def test_run_continues_on_an_empty_machine(launch, workspace, tmp_path_factory, monkeypatch, request):

@@ -34,9 +34,9 @@ class Source:
     def release_before(self, state: dict[str, int]) -> None: ...
 
 
-def train_state(folder: Path, worker_context: WorkerContext | None) -> TrainState:
+def train_state(folder: Path, worker_context: WorkerContext | None, to: str | None = None) -> TrainState:
     role = SimpleNamespace(engine=Engine(init_device_mesh("cpu", (2,))), engine_swap=None, has_engine=True, version=0)
-    return TrainState(folder, Checkpoint(every=1, keep=2), worker_context, {"actor": role}, Source(), 20.0)
+    return TrainState(folder, Checkpoint(every=1, keep=2, to=to), worker_context, {"actor": role}, Source(), 20.0)
 
 
 def lose_a_copy(folder: Path) -> list[list[int]]:
@@ -71,3 +71,18 @@ def save_without_memory(folder: Path) -> tuple[list[int], int]:
 
 def test_one_snapshot_is_enough_for_checkpoints_alone(tmp_path):
     assert run_ranks(2, save_without_memory, tmp_path) == [([2, 3], 1)] * 2
+
+
+def settle_after_a_restart(folder: Path, to: str) -> None:
+    """Save without a store, which stands for an upload that ended with its worker; then end the run as another one."""
+    before = train_state(folder, None)
+    before.snapshot(1)
+    before.save(1)
+    before.finish()
+    train_state(folder, None, to).settle_uploads()
+
+
+def test_worker_that_restarts_after_the_last_checkpoint_uploads_it(tmp_path):
+    run_ranks(2, settle_after_a_restart, tmp_path / "run/checkpoints", f"file://{tmp_path}/store")
+    assert [path.parent.name.partition(".")[0] for path in tmp_path.glob("store/run/*/progress.json")] == [
+        "step-00000001"]
