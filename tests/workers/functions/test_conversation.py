@@ -388,7 +388,7 @@ def test_converse_counts_resumed_rows_without_experts(role, resumable):
     reported()
     resumable(log)
     metrics = reported()
-    assert 0 < metrics["environment/unrouted"] == over < metrics["environment/resumed"]
+    assert 0 < metrics["environment/unrouted"] == over <= metrics["environment/resumed"]
 
 
 def test_converse_resume_keeps_failures(resumable):
