@@ -76,7 +76,7 @@ class NodeMarks:
     """Setting → (another setting, the values with which alone it may be given)."""
     refuses: dict[str, dict[Any, str]] = field(default_factory=dict)
     """Setting → value that its annotation leaves out → why, and what to write instead."""
-    head: str | None = "lm"  # head that the role of a model function must have: "lm" or "value"; None for any, or none
+    head: str | None = "lm"  # head that the role of a model function must have: "lm" or "value"; None for any
     samples: bool | None = None
     """Whether the engine of a model function must be ready to sample; default: if it repeats rows."""
     row_wise: bool = False

@@ -149,9 +149,11 @@ class FileNames:
         if conversions is None:
             conversions = [each for each in get_model_conversion_mapping(model, add_legacy=False)
                            if not isinstance(each, PrefixChange)]
-        with torch.device("meta"):
-            self.model: Any = type(model)(copy.deepcopy(model.config))
-        self.model._weight_conversions = conversions
+        self.model: Any = None  # one without weights, that transformers reads its conversions from
+        if conversions:
+            with torch.device("meta"):
+                self.model = type(model)(copy.deepcopy(model.config))
+            self.model._weight_conversions = conversions
         back = [each.reverse_transform() for each in conversions[::-1]]
         renamings = [each for each in back if isinstance(each, WeightRenaming)]
         converters = [each for each in back if isinstance(each, WeightConverter)]
@@ -164,7 +166,7 @@ class FileNames:
 
     def convert(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of files that these parameters become; they are all that belong together."""
-        return revert_weight_conversion(self.model, {**weights}) if self.model._weight_conversions else {**weights}
+        return revert_weight_conversion(self.model, {**weights}) if self.model else {**weights}
 
     def stream(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors of files as soon as they can be made. A parameter may be overwritten once the next one is
