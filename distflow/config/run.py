@@ -21,7 +21,7 @@ from pydantic import (
 from distflow.config.expressions import OWN_FILTER, expression, fields_by_column
 from distflow.config.extras import require_file_system
 from distflow.config.groups import Groups
-from distflow.config.loggers import LoggerSettings, loggers_of, require_logger
+from distflow.config.loggers import logger_names, require_logger
 from distflow.config.robust import Fault, Robust
 from distflow.config.training_api import TrainingApi
 from distflow.config.yaml_source import Document
@@ -445,8 +445,10 @@ class Run(Document):
     """Faults on purpose."""
     preflight: bool = True
     """Prove data, rewards, tokens and models on the first records, at the start."""
-    log: list[LoggerSettings] = Field(default=["tensorboard"], validate_default=True)
-    """Loggers, some with settings: {wandb: {project: mine, mode: offline}}."""
+    log: Annotated[list[Literal["tensorboard", "wandb", "mlflow"]], BeforeValidator(logger_names)] = \
+        Field(default=["tensorboard"], validate_default=True)
+    """Loggers. W&B and MLflow read their settings from the environment: WANDB_PROJECT, WANDB_MODE=offline,
+    MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
     output: str = "runs"
     """Folder of run folders."""
     samples: NonNegativeInt = 4
@@ -486,7 +488,7 @@ class Run(Document):
 
     @field_validator("log")
     @classmethod
-    def _is_installed(cls, value: list[LoggerSettings]) -> list[LoggerSettings]:
-        for name in loggers_of(value):
+    def _is_installed(cls, value: list[str]) -> list[str]:
+        for name in value:
             require_logger(name)
         return value

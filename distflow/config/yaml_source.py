@@ -15,7 +15,6 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +23,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from distflow.config.extras import SecretShown
+from distflow.config.removed_keys import instead_of
 from distflow.config.yaml_syntax import BoundedLoader, explain
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, nearest
 
@@ -40,24 +40,6 @@ _LARGEST = 2**64
 """The largest whole number that tensors, files and other programs of a run take."""
 _MOST_DIGITS = 1000  # more are not converted, which takes quadratic time
 _MOST_BYTES = 4 * 2**20  # of a file of settings, which a person has written
-REMOVED_KEYS: dict[tuple, str] = {
-    ("groups", "trainers"): "Instead, by a node of the role:  layouts: {critic: {first: N}}  , where N is the first of "
-                            "its ranks among those that train. A run that began with it is resumed by the version that "
-                            "began it."}
-"""What to write instead of keys that there are no more, by the path that they had."""
-Keys = dict[tuple[str, ...], Any]
-"""Values by the paths of their keys."""
-REPLACED_KEYS: dict[tuple[str, ...], Callable[[Any], Keys]] = {
-    ("robust", "neighbour"): lambda value: {} if value else {("robust", "snapshots"): "local"},
-    ("robust", "peer_replica"): lambda value: {} if value else {("robust", "snapshots"): "local"},
-    ("robust", "restart"): lambda value: {("robust", "restarts"): 0} if value == "task" else {},
-    ("training_api", "max_body_mib"): lambda _: {},
-    ("data", "enable_thinking"): lambda value: {} if value is None else {
-        ("data", "chat_template_kwargs", "enable_thinking"): value},
-    ("timeline",): lambda _: {},
-}
-"""What is written instead of keys that are gone, by their paths and values. The folders of runs have those of their
-time."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -110,18 +92,6 @@ class YamlSource:
             for stale in [known for known in locations if known[: len(path)] == path]:
                 del locations[stale]
         self.keys[path] = self.values[path] = Location(f"--set {text}")
-
-
-    def replace_keys(self) -> None:
-        """Write what stands for keys that an older version has written, and drop removed ones that said nothing."""
-        for path in REMOVED_KEYS:
-            mapping = _at(self.data, path[:-1])
-            if isinstance(mapping, dict) and mapping.get(path[-1]) == {}:
-                del mapping[path[-1]]
-        for path in REPLACED_KEYS:
-            where = self.location(path)
-            for new in _replace(self.data, path):
-                self.keys[new] = self.values[new] = where
 
 
 def parse_value(text: str, shown: str) -> Any:
@@ -266,30 +236,6 @@ def check(kind: type[D], source: YamlSource) -> tuple[D | None, list[Diagnostic]
     return None, mistakes
 
 
-def _replace(data: Any, path: tuple[str, ...]) -> Keys:
-    """Replace a key that is gone, if data has it. Return what was written instead."""
-    mapping = _at(data, path[:-1])
-    if not isinstance(mapping, dict) or path[-1] not in mapping:
-        return {}
-    written = REPLACED_KEYS[path](mapping.pop(path[-1]))
-    for (*above, name), value in written.items():
-        place = data
-        for part in above:
-            if not isinstance(place.get(part), dict):
-                place[part] = {}
-            place = place[part]
-        place[name] = value
-    return written
-
-
-def _flow(path: tuple[str, ...], value: Any) -> str:
-    """Return a value with its keys in one line of YAML."""
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    for part in reversed(path[1:]):
-        text = f"{{{part}: {text}}}"
-    return f"{path[0]}: {text}"
-
-
 def _is_misspelt(kind: type[Document], problems: list[Any], item: Any) -> bool:
     return item["type"] == "missing" and any(
         other["type"] == "extra_forbidden" and other["loc"][:-1] == item["loc"][:-1]
@@ -313,11 +259,9 @@ def _repair(kind: type[Document], data: Any, item: Any) -> None:
     elif isinstance(parent, list):
         del parent[path[-1]]
     else:
-        if path in REPLACED_KEYS:
-            _replace(data, path)
-            return
         value = parent.pop(path[-1], None)
-        meant = nearest(path[-1], _fields_at(kind, path[:-1])) if item["type"] == "extra_forbidden" else None
+        unknown = item["type"] == "extra_forbidden" and instead_of(path) is None
+        meant = nearest(path[-1], _fields_at(kind, path[:-1])) if unknown else None
         if meant:
             parent.setdefault(meant, value)
 
@@ -360,11 +304,8 @@ def _mistake(kind: type[Document], source: YamlSource, item: Any) -> Diagnostic:
             return Diagnostic("a space is missing after the colon", source.location(path, key=True),
                               f"Instead:  {name}: {value}")
         hint = did_you_mean(path[-1], fields)
-        if path in REMOVED_KEYS:
-            hint = REMOVED_KEYS[path]
-        elif path in REPLACED_KEYS:
-            lines = [_flow(*each) for each in REPLACED_KEYS[path](item["input"]).items()]
-            hint = f"It was removed. Instead:  {'  '.join(lines)}" if lines else "It was removed. Take it out."
+        if instead := instead_of(path):
+            hint = f"It was removed. {instead}"
         elif nearest(path[-1], fields) is None and (places := _places_of(kind, path[-1])):
             hint = f"It is a key of {' and of '.join(f'`{place}`' for place in places[:_PLACES])}. {hint}"
         return Diagnostic(f"unknown key `{path[-1]}`", source.location(path, key=True), hint)

@@ -22,10 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from distflow.config.extras import DISTRIBUTION
@@ -182,12 +181,12 @@ class RunFolder:
     """Writes a run's files; only rank 0 has one."""
 
     def __init__(self, path: Path, resumed_at: int | None = None, again: bool = False,
-                 loggers: Mapping[str, Mapping[str, Any]] = MappingProxyType({"tensorboard": {}})):
+                 loggers: Sequence[str] = ("tensorboard",)):
         """
         Args:
             resumed_at: steps done when a resumed run goes on; later lines are dropped.
             again: validate step `resumed_at` once more.
-            loggers: settings of those that the run writes to, by name.
+            loggers: names of those that the run writes to.
         """
         self.path = path
         if resumed_at is not None:
