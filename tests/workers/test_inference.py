@@ -14,7 +14,6 @@ from distflow.dock.consumers import consumers_of
 from distflow.dock.shard import StorageShardServer
 from distflow.plan import ROLLOUT, TRAINER
 from distflow.telemetry.metrics import Metrics
-from workers.colocated import ColocatedSource
 from workers.inference import InferenceContext
 from workers.rollout_channel import RolloutChannel
 
@@ -45,22 +44,6 @@ def sampled(dock):
     lease = dock.lease(ROLLOUT, ROWS)
     put(dock, lease, "rollout/responses", ROLLOUT)
     return lease.ids.tolist()
-
-
-def test_trainer_ranks_stop_sampling_once_enough_is_sampled_whoever_reads_it_still(channel):
-    colocated = ColocatedSource({}, None, None, enough=COUNT, limit=1000.0)
-    colocated.draws = colocated.ready = colocated.changed = 0
-    with channel.dock("any") as dock:
-        sampled(dock)
-        assert not colocated._have_enough(dock)
-        sampled(dock)
-        assert colocated._have_enough(dock), "though the reference has read none of it"
-        put(dock, dock.lease(READS, COUNT), "reference/logprobs", READS)
-        colocated.draws = 1
-        lease = dock.lease(TRAINER, COUNT, step=0)
-        assert not colocated._have_enough(dock), "the trainer has it already"
-        dock.commit(lease)
-        assert not colocated._have_enough(dock)
 
 
 @pytest.mark.parametrize("sampled_again", [False, True])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,14 +9,12 @@ import torch
 
 from distflow.data.batch import Batch, Ragged
 from distflow.data.crossing import REPORT, report_column
-from distflow.data.dataloader import Dataloader
 from distflow.dock import Consumer, DockClient, StorageShardServer, TimedOut
-from distflow.dock.consumers import ORDER, VALIDATION
-from distflow.errors import InvalidInput
+from distflow.dock.consumers import ORDER
 from distflow.plan import ROLLOUT, TRAINER
 from distflow.telemetry.metrics import Metrics
-from workers.rollout_channel import VALIDATING, RolloutChannel, SampleTimeout
-from workers.sources import AsyncSource, UnorderedSource, source_of
+from workers.rollout_channel import RolloutChannel
+from workers.sources import AsyncSource, UnorderedSource
 
 ROWS, PROMPTS, TOKEN = 4, 2, bytes(32)
 
@@ -52,33 +48,6 @@ def channel():
         dock.put(Batch(ids, {REPORT: torch.zeros(len(ids), dtype=torch.uint8)}))
     yield channel
     service.close()
-
-
-def test_async_source_counts_no_validation_into_its_wait_limit(channel):
-    """A rollout that validates keeps its weights, so that the samples of newer ones come later."""
-    limit, source = 0.4, trainer(channel, steps=3)
-    ended = time.monotonic() + 3 * limit
-    with source.dock as dock:
-        dock.index_status = lambda: {"indexes": {VALIDATION: {"leases": time.monotonic() < ended}},
-                                     "clients": [["rollout 1", VALIDATING, 0.0]]}
-        timeout = SampleTimeout(channel, dock, limit)
-        with pytest.raises(TimedOut):
-            list(iter(lambda: source._lease_batch(3, timeout, PROMPTS), None))
-    assert time.monotonic() >= ended + limit / 2, "from the last look on it is a whole one"
-
-
-@pytest.mark.parametrize(("mode", "on_stale", "refused"), [
-    ("async", "drop", False), ("semi_sync", "keep", False), ("async", "wait", True), ("sync", "drop", True)])
-def test_source_of_an_export_accepts_prompts_left_over_unless_they_are_in_order(monkeypatch, mode, on_stale, refused):
-    """An export joins without a dock, and trains on nothing."""
-    monkeypatch.setattr("workers.sources.dataloader", lambda *_, **__: Dataloader([{}] * 8, None, PROMPTS, 0))
-    source = source_of(SimpleNamespace(
-        channel=None, plan=SimpleNamespace(source=SimpleNamespace(share=lambda rank: None)), roles={"actor": None},
-        prompted="actor", rank=0, balance=None,
-        spec=SimpleNamespace(run=SimpleNamespace(mode=mode, on_stale=on_stale))))
-    with pytest.raises(InvalidInput, match="left 1 prompts over") if refused else contextlib.nullcontext():
-        source.load_state_dict({"position": 4, "open": [[1, 0]]})
-        assert source.position == 4
 
 
 def ready(dock: DockClient) -> int:

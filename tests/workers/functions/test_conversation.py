@@ -360,8 +360,7 @@ def columns_of(found):
             else value.tolist() for value in vars(found).values()]
 
 
-@pytest.mark.parametrize("kind", ["Echo", "Stateless", "Snapshot"])
-@pytest.mark.parametrize("appends", [True, False], ids=["appended", "replaced"])
+@pytest.mark.parametrize(("appends", "kind"), [(True, "Echo"), (False, "Stateless"), (True, "Snapshot")])
 def test_converse_resumes_at_the_turn_where_a_worker_died(resumable, recorded, appends, kind):
     """Also where the one that goes on is lost too: with the tokens of one that was not."""
     whole, log, found = resumable(Log(appends), environment=f"echoes:{kind}"), Log(appends), None

@@ -43,7 +43,7 @@ def test_the_spread_of_rewards_and_groups_that_are_all_alike():
 
 
 def test_failures_are_left_out_counted_said_and_recorded(recorded, capfd):
-    recipe = {"math": 1.0, "format": {"pattern": "#+ (\\d+)+", "timeout": 4.0, "retries": 1}}
+    recipe = {"math": 1.0, "format": {"pattern": "#+ (\\d+)+", "timeout": 2.0, "retries": 1}}
     completions = ["#### 1", "#### " + "1" * 60 + "x", "#### 2"]
     rewards, keep, _ = score(completions, rows(3), ["#### 1"] * 3, reward=recipe)
     assert (rewards.tolist(), keep.tolist()) == ([2.0, 0.0, 1.0], [True, False, True])
@@ -52,8 +52,8 @@ def test_failures_are_left_out_counted_said_and_recorded(recorded, capfd):
     assert values["reward/math"] == pytest.approx(1 / 3)
     assert (values["reward/failed"], values["reward/retried"], values["reward/timeouts"]) == (1.0, 1.0, 2.0)
     printed = capfd.readouterr().err.splitlines()
-    assert printed == ["[rank 3] 1 of 3 samples left out: reward `format` took longer than 4 s (sample 41)"]
+    assert printed == ["[rank 3] 1 of 3 samples left out: reward `format` took longer than 2 s (sample 41)"]
     event, = recorded("reward_failed")
     assert event.pop("time") > 0
     assert event == {"step": 7, "rank": 3, "event": "reward_failed", "reward": "format", "count": 1, "rows": [41],
-                     "reason": "took longer than 4 s", "trace": ""}
+                     "reason": "took longer than 2 s", "trace": ""}

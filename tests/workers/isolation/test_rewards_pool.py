@@ -139,7 +139,7 @@ def run(pool: RewardPool, module):
     def run(reward: str, completions: list[str], answer: str = "", limit: float = 60.0, **more) -> RewardResults:
         batched = reward in ("batch", "short", "one_for_all", "batch_async")
         rows = [[completions, [answer] * len(completions)]] if batched else [[text, answer] for text in completions]
-        settings = {"timeout": 4.0, "retries": 0, "batched": batched, "coroutine": reward in COROUTINES}
+        settings = {"timeout": 2.0, "retries": 0, "batched": batched, "coroutine": reward in COROUTINES}
         return pool.run([Job(reward, name, rows, list(range(len(completions))), **{**settings, **more})], limit)
 
     return run
@@ -150,7 +150,7 @@ def reason(found: float | FailedSample) -> str:
     return found.reason
 
 
-BAD = {"sleeps": "took longer than 4 s", "ignores": "took longer than 4 s", "computes": "took longer than 4 s",
+BAD = {"sleeps": "took longer than 2 s", "ignores": "took longer than 2 s", "computes": "took longer than 2 s",
        "raises": "raised KeyError: 'rows'", "exits": "raised SystemExit: 3",
        "leaves": "its process ended with code 3", "crashes": "its process was killed by SIGABRT in ",
        "is killed": "its process was killed by SIGKILL (out of memory?)",
@@ -354,14 +354,14 @@ def test_async_calls_wait_together(run):
     """Each call waits for seven others in its process; sixteen are shared by two processes."""
     assert set(run("meets", ["x"] * 16, timeout=30.0, concurrency=8).values.values()) == {1.0}
     results = run("meets", ["x"] * 16, concurrency=7)
-    assert {reason(found) for found in results.values.values()} == {"took longer than 4 s"}
+    assert {reason(found) for found in results.values.values()} == {"took longer than 2 s"}
     assert results.timeouts == 16
 
 
 def test_async_function_that_blocks_is_found_and_the_others_are_repeated(run):
     results = run("slow", ["1", "2", "blocks", "3"], retries=1)
     assert [results.values[place] for place in (0, 1, 3)] == [1.0, 2.0, 3.0]
-    assert reason(results.values[2]) == "took longer than 4 s"
+    assert reason(results.values[2]) == "took longer than 2 s"
 
 
 def test_functions_of_lists(run):
@@ -389,7 +389,7 @@ def test_a_batch_that_fails_is_repeated_sample_by_sample(run):
     results = run("batch", ["1", "x", "3", "sleeps"], retries=1)
     assert (results.values[0], results.values[2]) == (1.0, 3.0)
     assert "could not convert string to float: 'x'" in reason(results.values[1])
-    assert reason(results.values[3]) == "took longer than 4 s"
+    assert reason(results.values[3]) == "took longer than 2 s"
 
 
 def test_a_function_that_can_never_work_ends_the_run(run, pool):
@@ -419,7 +419,7 @@ def test_a_call_that_kills_the_fork_server_fails_alone(run):
 def test_a_call_that_stops_the_fork_server_costs_its_own_time(run):
     results = run("hostile", ["good", "stops its parent", "stops it for ever", "is killed"] + ["good"] * 8)
     assert [results.values[row] for row in (0, *range(4, 12))] == [1.0] * 9
-    assert reason(results.values[1]) == "took longer than 4 s"
+    assert reason(results.values[1]) == "took longer than 2 s"
     assert reason(results.values[3]) == "its process was killed by SIGKILL (out of memory?)"
     assert results.values[2] != 1.0
 
@@ -427,11 +427,11 @@ def test_a_call_that_stops_the_fork_server_costs_its_own_time(run):
 def test_a_late_call_that_still_stops_the_fork_server_is_blamed_alone(pool, module, monkeypatch):
     """Once it is late, the third call needs a new process, for which the fork server does not answer."""
     monkeypatch.setattr("workers.isolation.pool._MOST_STOPS", 1)
-    calls, name = [("stops it for ever", 1.0), ("sleeps", 4.0), ("good", 4.0)], module(HOSTILE)
+    calls, name = [("stops it for ever", 1.0), ("sleeps", 2.0), ("good", 2.0)], module(HOSTILE)
     values = pool.run([Job("hostile", name, [[text, ""]], [key], timeout=seconds, retries=0)
                        for key, (text, seconds) in enumerate(calls)], 60.0).values
     assert reason(values[0]) in ("took longer than 1 s", KILLED_TOGETHER), "the second if it was asked meanwhile"
-    assert reason(values[1]) == "took longer than 4 s"
+    assert reason(values[1]) == "took longer than 2 s"
     assert values[2] == 1.0
 
 

@@ -25,20 +25,14 @@ def _formed(pattern: str, records: list = SUMS) -> Task:
 FAULTY: dict[str, tuple[Task, bool, str]] = {
     "answers are all alike": (Task([{**each, "level": "hard"} for each in SUMS], data={"answer": "level"}), False,
                               "has the answer `hard`, whatever its question is"),
-    "answers count the records": (Task([{**each, "index": index} for index, each in enumerate(SUMS)],
-                                       data={"answer": "index"}), False, "has its own number as its answer"),
     "answers are the questions": (Task([{**each, "answer": each["question"]} for each in SUMS]), False,
                                   "has its question as its answer"),
     "questions end with their answers": (Task([{**each, "question": f"{each['question']}\n{each['answer']}"}
                                                for each in ANSWERED]), False, "ends with its answer"),
     "choices in another case": (Task([{**each, "answer": each["answer"].lower()} for each in CHOICES]), False,
                                 "offers the choices A B C, and its answer is `a`"),
-    "choices by number": (Task([{**each, "answer": "ABC".index(each["answer"])} for each in CHOICES], "math"), False,
-                          "its answer is `0`, which is none of them"),
     "chosen is rejected": (Task([{**each, "rejected": each["chosen"]} for each in PAIRS], dag="dpo",
                                 data={"columns": ["chosen", "rejected"]}), True, "has the same answer as `chosen`"),
-    "chosen is rejected once": (Task([*PAIRS, {**PAIRS[0], "rejected": PAIRS[0]["chosen"]}], dag="dpo",
-                                     data={"columns": ["chosen", "rejected"]}), False, "1 of the first 13 records has"),
     "arguments of a tool are no JSON": (Task([changed(each, arguments="x=1") for each in CALLED]), True,
                                         "arguments are not a JSON object: `x=1`"),
     "tools that no prompt shows": (Task([{**each, "tools": [{"type": "function", "function": {"name": "add"}}]}
@@ -49,9 +43,6 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
                                           "training set"),
     "references that are not understood": (Task([{**each, "answer": rf"\foo{{{each['answer']}}} or ("}
                                                  for each in SUMS], "math"), True, "reward `math` cannot judge"),
-    "a reference that is not understood": (Task([*SUMS, {"question": "What is 1?", "answer": r"\foo{3} or ("}], "math"),
-                                           False,
-                                           "reward `math` cannot judge answers to 1 of the first 13 records"),
     "tests that the solution fails": (Task([{**each, "tests": "assert f(1) == 1"} for each in PROGRAMS], "code",
                                            data={"columns": ["tests"]}), True, "reward `code` does not pay in full"),
     "tests that test nothing": (Task([{**each, "answer": "see the tests", "tests": "assert True"}
@@ -59,38 +50,23 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
                                 "reward `code` pays an empty answer as much as the answer of each of the first 3"),
     "a reward that raises": (MINE(reward("return answer.score")), True, "raised AttributeError: 'str' object has no "
                              "attribute 'score', at"),
-    "a reward that raises for each answer but an empty one": (MINE(reward("return float(int([completion]) == 1) if "
-                                                                          "completion else 0.0")), True,
-                                                              "raised TypeError: int() argument must be"),
     "a reward that cannot read what is no number": (MINE(reward("return float(int(completion) == int(answer))")),
                                                     False, "raised ValueError: invalid literal for int()"),
     "a reward of a form that nobody knows": (MINE(reward(
         "import json; return float(json.loads(completion)['answer'] == answer)")), False,
         "raised TypeError: 'int' object is not"),
-    "a reward of a match that nobody knows": (MINE(reward(
-        "import re; return float(re.search('So: (.*)', completion).group(1) == answer)")), False,
-        "raised AttributeError: 'NoneType'"),
     "a pattern of two beginnings": (Task(SUMS, {"format": {"pattern": "So: ^[0-9]+"}}), False,
                                     "reward `format` has a `pattern`, `So: ^[0-9]+`, that matches no right answer"),
     "a pattern that right answers do not have": (_formed("The result: [a-z]+"), False,
                                                  "Instead: reward: {format: {pattern: '.*\\\\boxed\\{.+\\}.*'}}"),
     "a pattern that is escaped twice": (_formed(r".*\\\\boxed\{.*\}"), False,
                                         "matches no right answer to each of the first 3"),
-    "a pattern of other marks than the answers": (_formed("So [a-z ]*", records=ANSWERED), False,
-                                                  "Instead: reward: {format: {pattern: '.*#### .+.*'}}"),
     "a reward that takes seconds": (MINE(reward("import time; time.sleep(1.2); return float(completion == answer)")),
                                     False, "takes over 1 s for a call"),
-    "a watched reward that does not understand": (Task([{**each, "answer": rf"\foo{{{each['answer']}}} or ("}
-                                                        for each in SUMS],
-                                                       {"format": 1.0, "math": 0.0}), False,
-                                                  "reward `math` cannot judge"),
     "a reward that compares the wrong way round": (MINE(reward("return float(completion in answer)")), False,
                                                    "pays an empty answer no less than the answer of each"),
     "a constant reward": (MINE(reward("return 0.5")), False, "pays 0.5 for all that was tried"),
     "a reward without a return": (MINE(reward("completion == answer")), True, "returned None, not a finite number"),
-    "a reward that is not a number": (MINE(reward("return 'right' if completion == answer else 'wrong'")), True,
-                                      "not a finite number"),
-    "a reward of nan": (MINE(reward("return float('nan')")), True, "returned nan"),
     "a list that is too short": (MINE(reward("return [1.0]", arguments="completions: list[str], answers: list[str]")),
                                  True, "it returned a list of 1 for"),
     "a module that exits": (MINE("raise SystemExit(3)\n" + reward("return 0.0")), True, "SystemExit: 3"),
@@ -110,15 +86,11 @@ GOOD = {
     "choices": Task(CHOICES, "math"),
     "parts of a question": Task([{"question": f"(a) Add {a}. (b) Say the digit.", "answer": str(a % 10)}
                                  for a in range(2, 14)], "math"),
-    "yes and no": Task([{"question": f"Is {a} even?", "answer": ["yes", "no"][a % 2]} for a in range(12)],
-                       "mine:paid", reward("return float(completion.strip().lower() == answer)")),
     "passages that are shown": Task([{"context": f"{a} is even.", "question": f"{a} is even. Is it?", "answer": "yes"}
                                      for a in range(12)] + [{"context": " ", "question": "3?", "answer": "no"}]),
     "a reward of one's own": MINE(reward("return float(completion.strip().endswith(answer))")),
     "a reward of lists": MINE(reward("return [float(c.strip() == a) for c, a in zip(completions, answers)]",
                                      arguments="completions: list[str], answers: list[str]")),
-    "a coroutine": MINE(reward("return float(completion.strip() == answer)").replace("def", "async def")),
-    "a reward of tags": MINE(reward("return float(f'<answer>{answer}</answer>' in completion)")),
     "a reward of tokens": MINE(reward("return float(completion == answer) - 0.001 * len(response)",
                                       arguments="completion: str, answer: str, response: list[int]")),
     "a reward of a field": Task([{**each, "source": "sums"} for each in SUMS],
@@ -126,15 +98,9 @@ GOOD = {
                                 data={"columns": ["source"]}),
     "several rewards": Task(SUMS, {"math": 1.0, "format": {"weight": 0.1}, "length": {"weight": 0.1, "cap": 100}}),
     "a pattern of tags": _formed(r"<think>.*?</think>\s*<answer>.*?</answer>"),
-    "a pattern of tags that stand once": _formed(r"(?s)<think>(?:(?!</think>).)*</think>\n<answer>.*</answer>"),
-    "a pattern of a box": _formed(r"(?:.|\n)*\\boxed\{[^{}]*\}.?"),
-    "a pattern of a mark": _formed(".*#### -?[0-9]+", ANSWERED),
     "a pattern of a last line": _formed(r"\A[\s\S]+\n#### (?P<answer>\d+|none)\s*\Z", ANSWERED),
-    "a pattern of a sentence": _formed("(?:.+ )?[Tt]he answer is:? .+"),
     "a pattern alone": Task(SUMS, {"format": {"pattern": r"So: (\w+\s){3,}.*"}}),
     "programs": Task(PROGRAMS, "code", data={"columns": ["tests"]}),
-    "programs without a solution": Task([{**each, "answer": "none"} for each in PROGRAMS], "code",
-                                        data={"columns": ["tests"]}),
 }
 
 

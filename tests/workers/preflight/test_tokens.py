@@ -58,8 +58,6 @@ def words() -> PreTrainedTokenizerFast:
 
 TOOLS_FIRST = "{% if tools %}{{ tools[0].function.name }}{% endif %}" + CHAT_TEMPLATE
 WITHOUT_LAST = CHAT_TEMPLATE.replace("in messages %}", "in messages[:-1] %}", 1)
-WITHOUT_SYSTEM = CHAT_TEMPLATE.replace("{% for message in messages %}", "{% for message in messages if message['role'] "
-                                       "!= 'system' %}", 1)
 WITHOUT_PROMPT = CHAT_TEMPLATE.partition("{% if add_generation_prompt")[0]
 WITHOUT_THOUGHT = CHAT_TEMPLATE.replace("{{ message['content'] }}" + EOS,
                                         "{{ message['content'].split('</think>')[-1] }}" + EOS)
@@ -84,9 +82,6 @@ THOUGHT = [{**each, "answer": f"<think>add</think>{each['answer']}"} for each in
 FAULTY: dict[str, tuple[Task, bool, str]] = {
     "a template without the last message": (Task(SUMS, "math", tokenizer=partial(tokenizer, WITHOUT_LAST)), True,
                                             "leaves out the message of `user`"),
-    "a template without system messages": (Task(SUMS, "math", data={"system_prompt": "Add."},
-                                                tokenizer=partial(tokenizer, WITHOUT_SYSTEM)), True,
-                                           "leaves out the message of `system`"),
     "a template that refuses system messages": (Task(SUMS, "math", data={"system_prompt": "Add."},
                                                      tokenizer=partial(tokenizer, REFUSES)), True,
                                                 "Only user and assistant roles are supported!"),
@@ -111,8 +106,6 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
     "learned calls that the template drops": (Task(CALLED_LAST, data={**WHOLE, "tools": "tools"}, model=with_tools,
                                                    tokenizer=partial(tokenizer, CHAT_TEMPLATE)), True,
                                               "it leaves out the call of `add`"),
-    "calls that the template drops": (Task(CALLED, data={"tools": "tools"}, model=with_tools, tokenizer=tokenizer),
-                                      False, "leaves out a tool call of the question of each"),
     "a header before learned answers": (Task(SUMS, tokenizer=partial(tokenizer, HEADER_FIRST)), False,
                                         "writes more before the answer than at the end of the prompt of each"),
     "answers that the question begins": (Task([{**each, "question": [*each["question"], {
@@ -124,9 +117,6 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
                                         "reward: {format: {opened: true}}"),
     "targets beyond the limit": (Task(ANSWERED, data={"max_target_tokens": 4}, tokenizer=tokenizer), True,
                                  "has a target of more than 4 tokens"),
-    "a few prompts beyond the limit": (Task([*SUMS, {"question": "What is 1 + 1? " * 20, "answer": "2"}], "math",
-                                            data={"max_prompt_tokens": 40}, tokenizer=tokenizer), False,
-                                       "1 of the first 13 records has a prompt of more than 40 tokens"),
 }
 
 
@@ -139,8 +129,6 @@ def test_a_task_with_a_fault_is_refused_or_noted(name: str, tmp_path: Path, monk
 GOOD = {
     "numbers": Task(SUMS, "math"),
     "answers behind ####": Task(ANSWERED, "math", held_out=[{"question": "2 + 2?", "answer": "#### 4"}]),
-    "expressions": Task([{"question": "Solve x^2=2.", "answer": r"\sqrt{2}"},
-                         {"question": "Half?", "answer": r"\frac{1}{2}"}], "math"),
     "messages": Task([{**each, "question": [{"role": "system", "content": "Add."}, *each["question"]]}
                       for each in ASKED], "math"),
     "a conversation": Task([{**each, "question": [*HELLO, *each["question"]]} for each in ASKED]),
@@ -150,20 +138,14 @@ GOOD = {
         "role": "assistant", "content": each["answer"]}]} for each in ASKED],
                                        data={"question": "messages", "answer": "messages", "targets": "all"}),
     "tool calls": Task(CALLED, data={"tools": "tools"}, model=with_tools, tokenizer=partial(tokenizer, WRITES_CALLS)),
-    "tool calls that are learned": Task(CALLED_LAST, data={**WHOLE, "tools": "tools", "targets": "all"},
-                                        model=with_tools, tokenizer=partial(tokenizer, WRITES_CALLS)),
     "results that the template writes as JSON": Task(
         [{**each, "question": [*each["question"][:2], {"role": "tool", "content": '{"r": "2"}'}]} for each in CALLED],
         data={"tools": "tools"}, model=with_tools, tokenizer=partial(tokenizer, RESULTS_AS_JSON)),
     "questions without answers": Task([{"question": each["question"]} for each in SUMS], {"length": {"cap": 10}}),
-    "answers that are in the end's name": Task([{**each, "answer": "eos"[a % 3]} for a, each in enumerate(SUMS)]),
     "an end of the whole conversation": Task(SUMS, "math", tokenizer=partial(tokenizer, CLOSES)),
-    "a header before known answers": Task(SUMS, "math", tokenizer=partial(tokenizer, HEADER_FIRST)),
     "pairs": Task(PAIRS, dag="dpo", data={"columns": ["chosen", "rejected"]}),
     "answers to imitate": Task(ANSWERED),
-    "thoughts that the template keeps": Task(THOUGHT),
     "a thought that the template opens": Task(SUMS, "math", tokenizer=partial(tokenizer, THINKS)),
-    "a system prompt": Task(SUMS, "math", data={"system_prompt": "Add.", "prompt_suffix": " Show your work."}),
     "other scripts": Task([{"question": f"{a} 加 {a} 是多少？", "answer": f"答案是 {2 * a}。🙂"} for a in range(12)]),
     "an environment": Task(SUMS, dag="grpo_tools"),
     "a teacher": Task(SUMS, dag="distill"),

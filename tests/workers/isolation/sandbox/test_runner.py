@@ -110,15 +110,14 @@ def test_sandbox_shows_the_traceback_of_a_program(run):
 
 
 @pytest.mark.parametrize("source", [
-    "import time\nprint('so far', flush=True)\ntime.sleep(600)",
     "print('so far', flush=True)\nwhile True: pass",
     "import signal, time\nfor number in (1, 2, 15): signal.signal(number, signal.SIG_IGN)\n"
     "print('so far', flush=True)\nwhile True: time.sleep(600)",
     "import os, time\nprint('so far', flush=True)\nos.close(1), os.close(2), os.close(0)\ntime.sleep(600)",
     "print('so far', flush=True)\nwhile True: input_ = (lambda n: n ** n ** 7)(97)",
-], ids=["sleeps", "spins", "ignores signals", "closes its streams", "one long operation"])
+], ids=["spins", "ignores signals", "closes its streams", "one long operation"])
 def test_sandbox_ends_a_program_at_its_time_limit(run, source):
-    outcome = run(source, seconds=1.5)
+    outcome = run(source, seconds=1.0)
     assert (outcome.ended, outcome.stdout) == ("time", "so far\n")
     assert 0.4 < outcome.seconds < 20.0
 
