@@ -107,7 +107,7 @@ def test_the_optimal_baseline_weighs_rewards_by_length():
     assert advantages.tolist() == [0.75, -0.25, 0.0, 1.0]
 
 
-ENCODERS = {"bert": {}, "roberta": {"pad_token_id": 1, "max_position_embeddings": 66}, "electra": {},
+ENCODERS = {"roberta": {"pad_token_id": 1, "max_position_embeddings": 66},
             "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}}
 
 
@@ -137,14 +137,6 @@ def test_an_encoder_scores_padded_pairs_as_each_alone(kind, tmp_path):
              for question, answer in zip(questions, answers)]
     assert found == pytest.approx(alone, abs=1e-5)
     assert len({round(each, 3) for each in found}) == 4
-
-
-def test_the_reward_of_an_encoder_runs(run, tmp_path):
-    folder = encoder("roberta", tmp_path / "encoder")
-    metrics = run("encoder_reward", "steps=1", f"nodes.reward.with.reward={{'encoder_reward:encoder_reward': "
-                  f"{{model: {folder}}}}}")
-    assert metrics[1]["reward/failed"] == 0
-    assert metrics[1]["reward/std"] > 0
 
 
 @pytest.mark.run

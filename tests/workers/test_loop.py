@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 from harness import ROOT, metrics_of
 
 from distflow.config.load import load
 from planners import plan
 from planners.check import prompted_role
 from workers.execution import random_streams
-
-
-@pytest.mark.parametrize("name", ["grpo", "ppo", "dpo", "solver_reviser", "distill"])
-def test_prompts_are_those_of_the_policy(name):
-    spec = load(f"{name}.yaml")
-    assert prompted_role(spec, plan(spec, 1).chain(0)) == "actor"
 
 
 def test_prompts_are_those_of_the_trained_role_whatever_the_roles_are_called(tmp_path):
@@ -26,11 +19,6 @@ def test_prompts_are_those_of_the_trained_role_whatever_the_roles_are_called(tmp
     spec = load(str(tmp_path / "mine.yaml"), "embedded_distill",
                 [f"roles={{student: {model}, expert: {model}}}", "validation=null"])
     assert prompted_role(spec, plan(spec, 1).chain(0)) == "student"
-
-
-def test_a_dag_that_trains_no_vocabulary_has_the_prompts_of_its_first_model():
-    spec = load("reward_model.yaml")
-    assert prompted_role(spec, plan(spec, 1).chain(0)) == "reward"
 
 
 def test_each_role_has_a_stream_of_random_numbers():

@@ -218,11 +218,9 @@ def test_endpoint_refuses_messages_that_do_not_extend_the_trajectory(row, messag
 
 
 @pytest.mark.parametrize(("body", "says"), [
-    ({"messages": []}, "`messages`: List should have at least 1"), ({}, "`messages`: Field required"),
+    ({}, "`messages`: Field required"),
     ({"messages": [{**ASKED[0], "content": [{"type": "image_url", "image_url": {}}]}]}, "Input should be 'text'"),
     ({"messages": ASKED, "n": 2}, "`n` must be 1 here, not 2"),
-    ({"messages": ASKED, "top_logprobs": 5}, "`top_logprobs` must be 0"),
-    ({"messages": ASKED, "tool_choice": "required"}, '`tool_choice` must be "auto" or "none"'),
     ({"messages": ASKED, "response_format": {"type": "json_object"}}, "`response_format` must be"),
     ({"messages": ASKED, "stop": ["\n"]}, "generation: {stop: ['\\n']}"),
     ({"messages": ASKED, "max_tokens": 0}, "`max_tokens`")])
@@ -327,8 +325,7 @@ def test_endpoint_closes_idle_connections_for_new_ones(endpoint, row, monkeypatc
 
 
 @pytest.mark.parametrize(("texts", "reward"), [
-    (["12 + 5 =", "17 + 7 =", "#### 24"], 1.0), ([CALL.replace('"a": 1, "b": 2', '"sum": "12 + 12"'), "#### 24"], 1.0),
-    (["it is 24"], 0.0), (["1 + 1 ="] * 5, 0.0)])
+    ([CALL.replace('"a": 1, "b": 2', '"sum": "12 + 12"'), "#### 24"], 1.0), (["1 + 1 ="] * 5, 0.0)])
 def test_example_agent_answers_sums_through_the_endpoint(endpoint, row, texts, reward):
     pytest.importorskip("openai")
     served = row(*texts, tokens=400, prompt_tokens=400)

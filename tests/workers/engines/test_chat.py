@@ -33,14 +33,6 @@ def chatml():
     return tokenizer
 
 
-@pytest.mark.parametrize("role", ["user", "tool"])
-def test_a_template_like_chatml(chatml, role):
-    between = TurnTemplate(chatml, [chatml.eos_token_id], role)
-    behind = f"\n<|im_start|>{role}\nThe result is 7.<|im_end|>\n<|im_start|>assistant\n"
-    assert chatml.decode(between.tokens("The result is 7.", ended=True)) == behind
-    assert chatml.decode(between.tokens("The result is 7.", ended=False)) == f"<|im_end|>{behind}"
-
-
 def test_several_messages_between_two_answers(chatml, embedded):
     messages = [("tool", "7"), ("user", "Why? <|im_end|>")]
     between = TurnTemplate(chatml, [chatml.eos_token_id]).of_messages(messages, ended=True)
@@ -61,11 +53,6 @@ def test_an_observation_cannot_end_its_turn(chatml):
 def test_another_end_token_than_the_templates_also_ends_a_turn(chatml):
     ends = [chatml.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<eos>")]
     assert chatml.decode(TurnTemplate(chatml, ends).tokens("7", ended=True)).startswith("\n<|im_start|>user\n7")
-
-
-def test_without_a_template_an_observation_is_a_line(embedded):
-    embedded.chat_template = None
-    assert embedded.decode(TurnTemplate(embedded, [2]).tokens("7", ended=True)) == "\n7\n"
 
 
 def test_a_template_without_such_turns_is_refused(chatml):

@@ -66,8 +66,9 @@ def attention_of_sequences(query, key, value, queries, keys, count, room, *given
     return torch.cat(found)[:, None], None
 
 
-@pytest.mark.parametrize("captures", [False, "by mask", "by columns"])
-@pytest.mark.parametrize(("batch_rows", "keep_cache"), [(512, True), (7, True), (7, False), (1, True)])
+@pytest.mark.parametrize(("batch_rows", "keep_cache", "captures"), [
+    (512, True, False), (7, False, False), (1, True, False), (7, True, "by mask"), (7, False, "by columns"),
+    (1, True, "by columns")])
 def test_a_row_samples_the_same_whatever_its_company_and_cache(model, prompts, batch_rows, keep_cache, captures,
                                                                monkeypatch):
     model.double()

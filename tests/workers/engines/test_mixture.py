@@ -36,7 +36,7 @@ def family_training(layout, family, replays) -> Trained:
 
 
 @pytest.mark.parametrize(("family", "replays"), [
-    ("mixtral", False), ("mixtral", True), ("qwen2_moe", False), ("glm4_moe", False)])
+    ("mixtral", True), ("qwen2_moe", False), ("glm4_moe", False)])
 def test_experts_that_are_cut_over_ranks_compute_what_they_do_on_one(family, replays):
     (expected,) = run_ranks(1, family_training, {}, family, replays)
     joined(run_ranks(2, family_training, {"tp": 2}, family, replays), 2).equals(expected)

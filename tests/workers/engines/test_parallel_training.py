@@ -32,14 +32,13 @@ AGAIN = {"recompute": True}
 QUICK = [
     ({"cp": 2}, {}, 0, {}), ({"cp": 2}, {"architecture": "llama", "tied": False}, LARGE, {}),
     ({"cp": 2, "dp": 2}, {"architecture": "qwen2"}, 0, {}), ({"cp": 2, "tp": 2}, {}, 0, {}),
-    ({"dp": 2}, MIXTURE, 0, AGAIN), ({"tp": 2}, MIXTURE, 0, {}), ({"dp": 2, "tp": 2}, MIXTURE, 0, AGAIN),
-    ({"tp": 4}, MIXTURE, LARGE, {}), ({"cp": 2}, MIXTURE, 0, {})]
+    ({"dp": 2, "tp": 2}, MIXTURE, 0, AGAIN), ({"tp": 4}, MIXTURE, LARGE, {}), ({"cp": 2}, MIXTURE, 0, {})]
 THOROUGH = [
-    ({"tp": 2}, {}, 0, {}), ({"tp": 2}, {"architecture": "qwen2"}, LARGE, {}),
-    ({"tp": 2}, {"architecture": "llama", "vocabulary": 271}, 0, {}), ({"dp": 2, "tp": 2}, {}, LARGE, {}),
+    ({"tp": 2}, {"architecture": "qwen2"}, LARGE, {}),
+    ({"tp": 2}, {"architecture": "llama", "vocabulary": 271}, 0, {}),
     ({"dp": 2, "tp": 2}, {"tied": False}, 0, {}), ({"tp": 4}, {"vocabulary": 272, "kv_heads": 4}, 0, {}),
-    ({"dp": 4}, {}, 0, {}), ({"dp": 2}, {}, LARGE, AGAIN), ({"tp": 2}, {}, 0, AGAIN), ({"cp": 2}, {}, 0, AGAIN),
-    ({"dp": 2}, {}, 0, {"offload": True}), ({"dp": 2}, {}, 0, {"replicas": 2}), ({"dp": 4}, {}, 0, {"replicas": 2}),
+    ({"dp": 2}, {}, LARGE, AGAIN), ({"tp": 2}, {}, 0, AGAIN), ({"cp": 2}, {}, 0, AGAIN),
+    ({"dp": 2}, {}, 0, {"offload": True}), ({"dp": 4}, {}, 0, {"replicas": 2}),
     ({"dp": 2, "tp": 2}, {}, LARGE, {"replicas": 2, **AGAIN}), ({"cp": 2}, {}, 0, {"replicas": 2})]
 plain = functools.cache(lambda *model: plain_training(dict(model)))
 

@@ -9,7 +9,6 @@ from columns import random_rows
 from distflow.config.dag import Role
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch
-from distflow.errors import EngineError
 from workers.engines.embedded import build_model
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.policy import inputs_of
@@ -64,13 +63,6 @@ def test_a_new_head_is_zero_and_the_rest_is_the_models_own(model):
     for name, weight in weights.items():
         assert torch.equal(weight, before[name]), name
     assert valued.config.num_labels == 1
-
-
-def test_a_head_of_several_numbers_is_refused(model):
-    valued = with_value_head(model)
-    valued.score = torch.nn.Linear(64, 2)
-    with pytest.raises(EngineError, match="no linear head `score` of one number"):
-        ValueModel(valued)
 
 
 def test_the_head_is_not_rounded_with_the_model(mesh):

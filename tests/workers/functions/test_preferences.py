@@ -66,14 +66,6 @@ def test_losses_stay_finite_where_margins_are_huge():
     assert torch.isfinite(pair.grad).all()
 
 
-@pytest.mark.parametrize("settings", [{"beta": 0.0}, {"beta": 0.1, "label_smoothing": 0.5}, {"beta": float("nan")}])
-def test_settings_out_of_range_are_refused(settings):
-    with pytest.raises(ValueError, match="beta must be above 0"):
-        preference_loss(torch.zeros(1), "sigmoid", **settings)
-    with pytest.raises(ValueError, match="unknown preference loss `dpo`"):
-        preference_loss(torch.zeros(1), "dpo", 0.1)
-
-
 def test_the_best_meets_the_worst_and_ties_are_no_pair():
     rewards = torch.tensor([0.5, 1.0, 0.0, 1.0, 0.0, 2.0, 2.0, 3.0, -1.0])
     group = torch.tensor([4, 4, 4, 4, 4, 1, 1, 9, 2])

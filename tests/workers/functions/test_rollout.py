@@ -38,7 +38,3 @@ def test_the_template_has_the_variables_of_the_data(role):
     role.template_options = {"effort": "low"}
     (prompt,) = ask(role, template="{questions}", questions=["one?"]).rows
     assert role.tokenizer.decode(prompt).endswith("low")
-
-
-def test_no_rows(role):
-    assert len(ask(role, template="{questions}", questions=[])) == 0

@@ -39,15 +39,6 @@ def test_the_value_loss_is_the_larger_of_both_squares(value, old, target, clip):
         assert given_value.grad.item() == pytest.approx(0.0 if bounded > free else value - target, abs=1e-6)
 
 
-def test_the_value_loss_refuses_what_cannot_be():
-    one = torch.ones(1)
-    with pytest.raises(ValueError, match="differ in shape"):
-        clipped_value_loss(one, torch.ones(2), one, 0.2)
-    for clip in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="must be above 0"):
-            clipped_value_loss(one, one, one, clip)
-
-
 def by_hand(rewards: list[float], estimates: list[float], gamma: float, lam: float) -> list[float]:
     """Eq. 11 of Schulman et al. 2016 as the sum that it is."""
     deltas = [reward + gamma * later - now

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 pytest.importorskip("gymnasium", reason="pip install gymnasium")
-from gymnasium import spaces
 
 from distflow.contracts.decorators import Turn
 from workers.isolation.environments.games import Gymnasium
@@ -29,9 +28,7 @@ def test_a_game_from_its_start_to_its_end():
 
 
 @pytest.mark.parametrize(("id", "good", "bad", "choice"), [
-    ("Blackjack-v1", "1", "2", "Actions: 0 to 1"), ("Blackjack-v1", "0", "true", "Actions: 0 to 1"),
-    ("Blackjack-v1", "0", "1.0", "Actions: 0 to 1"), ("Blackjack-v1", "1", "[" * 100_000, "Actions: 0 to 1"),
-    ("MountainCarContinuous-v0", "[0.5]", "[5]", "Action: Box(-1.0, 1.0, (1,), float32)"),
+    ("Blackjack-v1", "1", "2", "Actions: 0 to 1"), ("Blackjack-v1", "1", "[" * 100_000, "Actions: 0 to 1"),
     ("MountainCarContinuous-v0", "[0.5]", "[[1], 2]", "Action: Box(-1.0, 1.0, (1,), float32)"),
     ("Taxi-v4", "<action> 3 </action>", "north", "Actions: 0 to 5")])
 def test_actions_without_names(id, good, bad, choice):
@@ -41,14 +38,6 @@ def test_actions_without_names(id, good, bad, choice):
     assert "is no action" not in game.step(good).observation
 
 
-@pytest.mark.parametrize("text", ["[1e400, 1]", f"[{10 ** 30}, 1]", "[3, 1]", "1", "null"])
-@pytest.mark.parametrize("space", [spaces.MultiDiscrete([2, 3]), spaces.Tuple([spaces.Discrete(2)] * 2)])
-def test_numbers_that_an_action_cannot_have(space, text):
-    game = Gymnasium("a game", id="Blackjack-v1", wrong_action=-0.25)
-    game.space = space
-    assert game.step(text).reward == -0.25
-
-
 def test_equal_seeds_are_equal_games():
     def deals(*rows: tuple[str, ...]) -> list[str]:
         return [Gymnasium(*row, id="Blackjack-v1").start() for row in rows]
@@ -56,12 +45,6 @@ def test_equal_seeds_are_equal_games():
     assert len({*deals(*(("a deal", str(seed)) for seed in range(20)))}) > 5
     assert len({*deals(*((f"deal {number}",) for number in range(20)))}) > 5
     assert len({*deals(("a deal", "3"), ("another", "3"), ("a third", "3"))}) == 1
-
-
-def test_what_is_shown():
-    assert Gymnasium("q", id="Taxi-v4", show="numbers").start().partition("\n")[0].isdigit()
-    assert Gymnasium("q", id="CartPole-v1").start().startswith("[0.0")  # its pictures are no texts
-    assert Gymnasium("q", "1", id="Blackjack-v1", settings={"sab": True}).start().startswith("[")
 
 
 def test_a_game_of_ones_own(tmp_path, monkeypatch):
