@@ -4,7 +4,6 @@ others share nothing but the store, the network and the run's folder."""
 from __future__ import annotations
 
 import secrets
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -84,20 +83,6 @@ class Cluster:
             return {name: machine.wait(_TIMEOUT) for name, machine in self.machines.items()}
         except subprocess.TimeoutExpired:
             raise RunLost(self.logs()) from None
-
-    def replace_lost(self) -> None:
-        """Start another machine for each that is lost, until the run is done.
-
-        Raises:
-            RunLost: one has ended in another way.
-        """
-        while not any(machine.poll() == 0 for machine in self.machines.values()):
-            for name in self.ended_machines():
-                if self.machines[name].returncode != -signal.SIGKILL:
-                    raise RunLost(self.logs())
-                self.kill(name)
-                self.start(f"{name}+")
-            time.sleep(_LOOK)
 
     def logs(self) -> str:
         return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in sorted(self.cwd.glob("*.log")))

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class Contender:
         SystemExit: by any method: it failed, or gave no answer in ten minutes; shows its last words.
     """
 
-    def __init__(self, name: str, command: Sequence[str | Path], environment: Mapping[str, str] | None = None):
+    def __init__(self, name: str, command: Sequence[str | Path]):
         self.name, self.idle = name, {}
         self.family: dict[int, str] = {}
         self.log = tempfile.TemporaryFile(prefix="contender-")  # noqa: SIM115 - lives as long as the process
@@ -40,7 +40,7 @@ class Contender:
                  "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen([str(part) for part in command], cwd=ROOT, stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, stderr=self.log, text=True,
-                                        env=os.environ | fixed | dict(environment or {}))
+                                        env=os.environ | fixed)
 
     def ask(self, do: str, **given: Any) -> Any:
         """Call the method `do` of the object that is served there."""

@@ -1,24 +1,20 @@
-"""Rows from one data-parallel size to another: distflow's databuffer beside verl, TransferQueue and a rank 0.
+"""Rows from one data-parallel size to another: distflow's databuffer beside verl's driver.
 
 The same rows (`rows.py`: seven columns of a reinforcement-learning batch, and an id each) go from `P` producers to `C`
-consumers by every contender, each in processes of its own that stay from repeat to repeat, one contender at a time:
+consumers by either contender, each in processes of its own that stay from repeat to repeat, one contender at a time:
 
-- databuffer      distflow's: `start` with the rows, `take` in the other layout, on real gloo ranks.
-- rank0           our own gather and scatter by way of rank 0, raw tensors by gloo (`rank0.py`): the architecture alone.
-- rank0-padded    the same with ragged rows carried padded; only in ragged cases.
-- verl            0.9.1: RayWorkerGroup → DataProto in the driver → RayWorkerGroup, as its trainer does. Always padded.
-- verl-numpy      the same with VERL_DATAPROTO_SERIALIZATION_METHOD=numpy, which is not its default; on request.
-- transfer_queue  0.1.11: SimpleStorage with two units, `kv_batch_put`, `kv_batch_get`. Ragged rows as jagged tensors.
+- databuffer  distflow's: `start` with the rows, `take` in the other layout, on real gloo ranks.
+- verl        0.9.1: RayWorkerGroup → DataProto in the driver → RayWorkerGroup, as its trainer does. Always padded.
 
-Time runs from rows in the producers' memory to tensors in every consumer's, by the slowest. Ours and rank 0 begin at
-one moment on all ranks; with Ray the driver's first call is the begin, since all others wait for it. A first round, not
-measured, warms pools and connections. In every round the ids are compared with what was sent: each row once. In the
-first and the last round all contents are compared too. None of this is timed.
+Time runs from rows in the producers' memory to tensors in every consumer's, by the slowest. Our ranks begin at one
+moment; with Ray the driver's first call is the begin, since all others wait for it. A first round, not measured, warms
+pools and connections. In every round the ids are compared with what was sent: each row once. In the first and the last
+round all contents are compared too. None of this is timed.
 
 Layouts: 4→2, 2→4 and 8→2 go from ranks 0 … P - 1 to ranks 0 … C - 1 of the same processes, so for the contenders that
 look where a row is, some rows may stay. 4→4 goes from ranks 0 … 3 to ranks 4 … 7: every row moves. verl's two groups
-are always separate processes. Who gets which rows is each contender's choice (databuffer: balanced by tokens; the
-others: even, contiguous shares), since each does what its users get.
+are always separate processes. Who gets which rows is each contender's choice (databuffer: balanced by tokens; verl:
+even, contiguous shares), since each does what its users get.
 
 Memory is the growth of the resident set of the busiest process over what it had without any rows, with the rows that it
 produces, at its peak in a round; a page that several processes map counts in equal parts. `through` is what the
@@ -43,20 +39,14 @@ from benchmarks.ratio import Spread, conclude, interleaved, options, parsed, rat
 from benchmarks.rows import PADDED, RAGGED, Case
 from distflow.data.row_copies import COPIES
 
-OURS = "databuffer"
-GOALS = {"verl": 20.0, "transfer_queue": 10.0, "rank0": 2.0, "rank0-padded": 2.0}
-FURTHER = 2.0
-"""By how much the goals are higher for ragged rows, except over `rank0`, which carries no padding either."""
+OURS, PEER = "databuffer", "verl"
+GOALS = {PADDED: 20.0, RAGGED: 40.0}
+"""Over verl, which carries ragged rows padded."""
 CLOSE = 1.2
 """Of the ideal share: what the busiest process may hold, and what may go through it."""
 GOAL_MIB = 160
 LARGE = 256
 """MiB of a case after which all contenders start afresh: what they keep of it would leave too little for the next."""
-SCRIPTS = {"databuffer": "gloo_ranks.py", "rank0": "gloo_ranks.py", "rank0-padded": "gloo_ranks.py",
-           "verl": "peers/verl_dataproto.py", "verl-numpy": "peers/verl_dataproto.py",
-           "transfer_queue": "peers/simple_storage.py"}
-PEERS = ("verl", "verl-numpy", "transfer_queue")
-ON_REQUEST = ("verl-numpy",)
 LAYOUTS = ("4-2", "2-4", "4-4", "8-2")
 
 
@@ -92,7 +82,7 @@ def cases(given: argparse.Namespace) -> Iterator[Case]:
         producers, consumers = map(int, layout.split("-"))
         first = producers if producers == consumers else 0
         for size in given.sizes:
-            for form in given.forms:
+            for form in (PADDED, RAGGED):
                 yield Case(size, producers, consumers, first, form, *given.tokens)
 
 
@@ -100,12 +90,12 @@ def enter(stack: ExitStack, given: argparse.Namespace) -> dict[str, Contender]:
     """Start the contenders' processes; return them by name. They end with the stack."""
     entered = {}
     store = 512 + 6 * round(max(given.sizes))  # MiB for Ray's objects: with less, they would go to disk
-    for name in given.contenders:
-        python = given.peer_python if name in PEERS else sys.executable
-        environment = {"VERL_DATAPROTO_SERIALIZATION_METHOD": "numpy"} if name == "verl-numpy" else {}
-        argument = store if name in PEERS else name
-        entered[name] = Contender(name, [python, f"benchmarks/{SCRIPTS[name]}", argument], environment)
-        stack.callback(entered[name].close)
+    commands = {OURS: [sys.executable, "benchmarks/gloo_ranks.py"],
+                PEER: [given.peer_python, "benchmarks/peers/verl_dataproto.py", store]}
+    for name, command in commands.items():
+        if command[0]:
+            entered[name] = Contender(name, command)
+            stack.callback(entered[name].close)
     return entered
 
 
@@ -146,18 +136,16 @@ def verify(name: str, case: Case, repeat: int, ids: Sequence[Sequence[int]], wro
 
 
 def run(case: Case, entered: dict[str, Contender], repeats: int) -> list[dict[str, Round]]:
-    racing = {name: contender for name, contender in entered.items()
-              if not (name == "rank0-padded" and case.form == PADDED)}
-    for contender in racing.values():
+    for contender in entered.values():
         contender.order("prepare", case=asdict(case))  # all at once: starting takes most of a short run
-    for contender in racing.values():
+    for contender in entered.values():
         contender.answer()
     await_calm(list(entered.values()))
-    for contender in racing.values():
+    for contender in entered.values():
         contender.measure_baseline()
         contender.ask("make")
         measure(contender, case, repeats, -1)
-    return interleaved({name: partial(measure, contender, case, repeats) for name, contender in racing.items()},
+    return interleaved({name: partial(measure, contender, case, repeats) for name, contender in entered.items()},
                        repeats)
 
 
@@ -172,12 +160,12 @@ def show(case: Case, pairs: Sequence[dict[str, Round]]) -> None:
         print(f"{name:15}{f'{time.median:.1f} ({time.low:.1f} to {time.high:.1f})':>26}"
               f"{peak.median * case.share / 2**20:10.0f}{peak.median:9.2f}"
               f"{through.median * case.share / 2**20:9.0f}{through.median:9.2f}"
-              + (f"  {times_ratio(pairs, name)}" if name != OURS and OURS in pairs[0] else ""), flush=True)
+              + (f"  {times_ratio(pairs)}" if name != OURS else ""), flush=True)
 
 
-def times_ratio(pairs: Sequence[dict[str, Round]], name: str) -> Spread:
-    """Return how many times as long as the databuffer a contender takes."""
-    return ratios(pairs, name, OURS, lambda part: part.seconds)
+def times_ratio(pairs: Sequence[dict[str, Round]]) -> Spread:
+    """Return how many times as long as the databuffer the peer takes."""
+    return ratios(pairs, PEER, OURS, lambda part: part.seconds)
 
 
 def share(case: Case, pairs: Sequence[dict[str, Round]], name: str, what: str) -> Spread:
@@ -186,21 +174,17 @@ def share(case: Case, pairs: Sequence[dict[str, Round]], name: str, what: str) -
 
 
 def goals(results: Results) -> Iterator[Goal]:
-    """Yield what was to be shown, in the layout that shows it least: verl first, if it is there."""
+    """Yield what was to be shown, in the layout that shows it least: the speed first, if the peer is there."""
     size = GOAL_MIB if any(case.mib == GOAL_MIB for case in results) else max(case.mib for case in results)
-    for form in (PADDED, RAGGED):
+    for form, goal in GOALS.items():
         chosen = {case: pairs for case, pairs in results.items() if case.mib == size and case.form == form}
-        names = {name for pairs in chosen.values() for name in pairs[0]}
-        if OURS not in names:
-            continue
-        for name in (name for name in GOALS if name in names):
-            case, worst = min(((case, times_ratio(pairs, name)) for case, pairs in chosen.items()),
-                              key=lambda found: found[1].median)
-            further = FURTHER if form == RAGGED and name != "rank0" else 1.0
-            yield Goal(f"redistribution at {case.name}, databuffer over {name}", worst, "x", GOALS[name] * further)
+        found = [(case, times_ratio(pairs)) for case, pairs in chosen.items() if PEER in pairs[0]]
+        if found:
+            case, worst = min(found, key=lambda each: each[1].median)
+            yield Goal(f"redistribution at {case.name}, databuffer over {PEER}", worst, "x", goal)
         for what, words in (("peak", "peak memory of"), ("through", "bytes through")):
             case, worst = max(((case, share(case, pairs, OURS, what)) for case, pairs in chosen.items()),
-                              key=lambda found: found[1].median)
+                              key=lambda each: each[1].median)
             yield Goal(f"{words} the databuffer's busiest process at {case.name}", worst, "of the ideal share", CLOSE,
                        at_least=False)
 
@@ -208,8 +192,6 @@ def goals(results: Results) -> Iterator[Goal]:
 def judge(results: Results, left_out: str) -> None:
     """Print every goal, and the first as the last line; it holds if the others do."""
     found = list(goals(results))
-    if not found:
-        raise SystemExit(f"without {OURS} and another contender there is nothing to compare")
     print()
     for goal in found:
         print(f"{'met    ' if goal.met else 'NOT met'}  {goal.claim}: {goal.measured} {goal.unit}, "
@@ -226,13 +208,10 @@ def options_here() -> argparse.ArgumentParser:
     parser.add_argument("--sizes", type=float, nargs="+", metavar="MIB", help="of padded rows; default 40 160 640, "
                         "with --quick 40")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="default: all, with --quick 4-2")
-    parser.add_argument("--forms", nargs="+", choices=(PADDED, RAGGED), default=(PADDED, RAGGED))
-    parser.add_argument("--contenders", nargs="+", choices=tuple(SCRIPTS), help="default: all but verl-numpy; "
-                        "with --quick, of the peers only those that are installed")
     parser.add_argument("--tokens", type=int, nargs=2, default=(512, 2048), metavar=("PROMPT", "RESPONSE"),
                         help="the longest that there may be; default 512 2048")
-    parser.add_argument("--peer-python", type=Path, help="with verl and TransferQueue; default: that of .venv-peers, "
-                        "made if missing")
+    parser.add_argument("--peer-python", type=Path, help="with verl; default: that of .venv-peers, made if missing; "
+                        "with --quick it is left out then")
     return parser
 
 
@@ -240,15 +219,12 @@ def complete_flags(given: argparse.Namespace) -> tuple[argparse.Namespace, str]:
     """Return the flags with their defaults filled in, and what `--quick` leaves out."""
     left_out = []
     if given.quick:
-        left_out.append("every size, layout and form that the tables do not show")
+        left_out.append("every size and layout that the tables do not show")
     given.sizes = sorted(given.sizes or ([40] if given.quick else [40, 160, 640]))
     given.layouts = given.layouts or (["4-2"] if given.quick else list(LAYOUTS))
-    asked = given.contenders or [name for name in SCRIPTS if name not in ON_REQUEST]
-    if any(name in PEERS for name in asked) and given.peer_python is None:
-        given.peer_python = peer_python(".venv-peers", "dataflow.txt", install=not given.quick)
-    given.contenders = [name for name in asked if given.peer_python or name not in PEERS]
-    if len(given.contenders) < len(asked):
-        left_out.append("verl and TransferQueue, which are not installed (a run without --quick installs them)")
+    given.peer_python = given.peer_python or peer_python(".venv-peers", "dataflow.txt", install=not given.quick)
+    if not given.peer_python:
+        left_out.append("verl, which is not installed (a run without --quick installs it)")
     return given, "; ".join(left_out)
 
 

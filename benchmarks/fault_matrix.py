@@ -1,7 +1,6 @@
 """Kinds of faults, of every group, in every phase of a step, in every mode: does the run end as one without any?
 
-A kind is an exception, SIGKILL, SIGSTOP, a pause, the kernel's end for lack of memory, or the loss of a whole machine,
-where each rank is one (modes sync and async) and another comes for each that is lost. A group is all ranks of mode
+A kind is an exception, SIGKILL, SIGSTOP, a pause, or the kernel's end for lack of memory. A group is all ranks of mode
 sync, and of semi_sync where none only samples (colocated); the trainer, which in semi_sync samples too (a hybrid); and
 a rollout, in async the relay of a second one. Each cell is a fault of `faults:` in a step of its own; a run has all
 cells of its mode, one after the other, with a reference model, and a checkpoint in every step. Staleness is 0, so that
@@ -28,11 +27,9 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster import Cluster
 from benchmarks.control_group import control_group, limit_memory
-from benchmarks.etcd import Etcd
 from benchmarks.ratio import Spread, conclude, options, parsed
-from benchmarks.runs import run_once, steps_of, with_set
+from benchmarks.runs import run_once, steps_of
 from distflow.telemetry.ettr import account, read
 
 KINDS = {"raise": True, "kill": True, "stop": True, "slow": False, "oom": True}
@@ -48,12 +45,10 @@ class Course:
     rollouts: int
     phases: dict[str, tuple[str, ...]]
     talks: bool = True
-    apart: bool = False
-    """Each rank is a machine, which can be lost."""
 
     def __str__(self) -> str:
         colocated = "-colocated" if self.mode == "semi_sync" and not self.rollouts else ""
-        return self.mode + ("-machines" if self.apart else "-without-tools" if not self.talks else colocated)
+        return self.mode + ("-without-tools" if not self.talks else colocated)
 
 
 STEP = ("computing", "inference", "training", "saving", "publishing")
@@ -63,9 +58,7 @@ COURSES = {
              Course("sync", 2, 0, {"trainer": ("generating", "tools")})],
     "async": [Course("async", 3, 2, {"trainer": ("waiting", *STEP), "rollout": ROLLOUT})],
     "semi_sync": [Course("semi_sync", 3, 1, {"trainer": ("generating", "tools", *STEP), "rollout": ROLLOUT})],
-    "colocated": [Course("semi_sync", 2, 0, {"trainer": ("generating", "tools", *STEP[:-1])})],
-    "machines": [Course("sync", 2, 0, {"trainer": ("generating", *STEP)}, talks=False, apart=True),
-                 Course("async", 3, 2, {"trainer": ("waiting", *STEP), "rollout": ROLLOUT}, apart=True)]}
+    "colocated": [Course("semi_sync", 2, 0, {"trainer": ("generating", "tools", *STEP[:-1])})]}
 MEMORY = 4 << 30
 """Bytes that all processes of a run may have together."""
 TALK = """
@@ -107,10 +100,9 @@ def cells(course: Course, kinds: Sequence[str]) -> Iterator[Cell]:
         yield from (Cell(kind, group, phase) for phase in phases for kind in kinds)
 
 
-def run_course(scratch: Path, course: Course, wanted: Sequence[Cell], group: Path | None,
-               store: str = "") -> tuple[set[Cell], list[str]]:
-    """Run a course; return the cells whose fault has happened, and what is wrong with the run in which they did. store:
-    of machines."""
+def run_course(scratch: Path, course: Course, wanted: Sequence[Cell],
+               group: Path | None) -> tuple[set[Cell], list[str]]:
+    """Run a course; return the cells whose fault has happened, and what is wrong with the run in which they did."""
     again = [cell for cell in wanted if cell.group == "rollout"]
     tried, due = [*wanted, *again], [2]  # steps: a rollout may come late to its phase, and failing twice in one ends it
     for cell in tried:
@@ -120,9 +112,8 @@ def run_course(scratch: Path, course: Course, wanted: Sequence[Cell], group: Pat
     faults = json.dumps([cell.fault(step) for step, cell in zip(due, tried)])
     settings = (f"steps={due[-1]}", *SETTINGS, *apart)
     calm = run_once(scratch, f"{course}-calm", dag, "embedded.yaml", course.ranks, settings)
-    settings = (*settings, f"faults={faults}")
-    stormy = run_apart(scratch, str(course), dag, course, settings, store) if course.apart else \
-        run_once(scratch, str(course), dag, "embedded.yaml", course.ranks, settings, group=group)
+    stormy = run_once(scratch, str(course), dag, "embedded.yaml", course.ranks, (*settings, f"faults={faults}"),
+                      group=group)
     events = read(stormy)
     happened = [tried[event["fault"]] for event in events if event["event"] == "fault_injected"]
     found = account(events).recoveries
@@ -130,7 +121,7 @@ def run_course(scratch: Path, course: Course, wanted: Sequence[Cell], group: Pat
     print(f"{course}: {due[-1]} steps, {len(happened)} faults, {len(found)} restarts"
           + (f", each {Spread.of(took)} s" if took else ""), flush=True)
     wrong = differences(calm, stormy)
-    if not course.apart and len(found) != (deadly := sum(KINDS[cell.kind] for cell in happened)):
+    if len(found) != (deadly := sum(KINDS[cell.kind] for cell in happened)):
         wrong.append(f"{deadly} faults end a worker, and {len(found)} restarts were seen")
     return set(happened), wrong
 
@@ -141,22 +132,6 @@ def write_dag(folder: Path, talks: bool) -> Path:
     dag.write_text(DAG.replace("ROLLOUT", TALK if talks else ANSWER).replace("LAST", "rollout" if talks else "reward")
                    .replace("REWARDS", "environment_rewards" if talks else "rewards"))
     return dag
-
-
-def run_apart(scratch: Path, name: str, dag: Path, course: Course, settings: Sequence[str], store: str) -> Path:
-    """Run on machines, with one more that waits for its place."""
-    least = course.ranks - (course.mode != "sync")
-    line = ["--dag", str(dag), "--run-file", "embedded.yaml", "--name", name, "--machines", f"{least}:{course.ranks}",
-            *with_set((f"output={scratch}", *settings))]
-    cluster = Cluster(scratch, scratch / name, line, store)
-    try:
-        for number in range(course.ranks + 1):
-            cluster.start(f"machine-{number}")
-        cluster.replace_lost()
-        cluster.wait_for_exit()
-    finally:
-        cluster.close()
-    return scratch / name
 
 
 def differences(calm: Path, stormy: Path) -> list[str]:
@@ -206,12 +181,8 @@ def main(arguments: list[str] | None = None) -> None:
                 print(f"without the kernel's end for lack of memory: no control group can be made here, {error}")
                 kinds.remove("oom")
         for course in [course for part in given.part for course in COURSES[part][: 1 if given.quick else None]]:
-            wanted = list(cells(course, ["machine"] if course.apart else kinds))
-            store = ""
-            if course.apart:
-                members = stack.enter_context(contextlib.closing(Etcd(Path(scratch, f"{course}-etcd"), 3)))
-                store = members.address(str(course))
-            happened, found = run_course(Path(scratch), course, wanted, group, store)
+            wanted = list(cells(course, kinds))
+            happened, found = run_course(Path(scratch), course, wanted, group)
             table(course, wanted, happened)
             wrong += [f"{course}: {each}" for each in found]
             reached, asked = reached + len(happened), asked + len(wanted)

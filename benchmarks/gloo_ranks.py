@@ -1,6 +1,4 @@
-"""The contenders that need no other framework: `python gloo_ranks.py WAY`, driven as `contender.py` says.
-
-Ways: `databuffer`, distflow's; `rank0`, by way of rank 0; `rank0-padded`, the same with ragged rows carried padded.
+"""distflow's side of `databuffer_vs_peers.py`, driven as `contender.py` says.
 
 Every case gets fresh processes, one a rank, in one gloo group. A round is timed from a moment on at which all ranks
 begin, to the latest end of any.
@@ -11,14 +9,12 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +23,6 @@ from torch import Tensor
 from benchmarks import rows
 from benchmarks.contender import serve
 from benchmarks.group import begin_together
-from benchmarks.rank0 import Rank0
 from benchmarks.rows import Case, Columns
 from distflow.data.batch import Batch, Ragged
 from distflow.data.databuffer import Databuffer
@@ -38,26 +33,8 @@ _TIMEOUT = datetime.timedelta(seconds=120)
 """For a rank that does not come; the others then end, and so does the benchmark."""
 
 
-class Way(Protocol):
-    """How rows get from rank to rank."""
-
-    case: Case
-
-    def load(self, ids: Tensor, columns: Columns) -> None:
-        """Take this rank's rows of the next round; not timed."""
-
-    def move(self) -> None:
-        """Move all rows to where they should be; timed."""
-
-    def result(self) -> tuple[Tensor, Columns]:
-        """Return the rows that this rank has now, and their ids."""
-
-    def through(self) -> int:
-        """Return the bytes that this rank sent and received since the last call."""
-
-
 class ByDatabuffer:
-    """distflow: `start` with the rows, `take` in another layout."""
+    """Moves rows: `start` with them, `take` in another layout."""
 
     def __init__(self, case: Case, rank: int):
         form = {rows.PADDED: "Tensor", rows.RAGGED: "Ragged"}[case.form]
@@ -70,11 +47,13 @@ class ByDatabuffer:
         self.taken = Batch(torch.empty(0, dtype=torch.int64))
 
     def load(self, ids: Tensor, columns: Columns) -> None:
+        """Take this rank's rows of the next round; not timed."""
         self.loaded = Batch(ids, {name: Ragged(*column) if isinstance(column, tuple) else column
                                   for name, column in columns.items()})
         del self.taken
 
     def move(self) -> None:
+        """Move all rows to where they should be; timed."""
         self.buffer.start(self.loaded)
         self.taken = self.buffer.take(self.task)
 
@@ -90,19 +69,12 @@ class ByDatabuffer:
         return int(sent) + rows.nbytes(columns, new)
 
 
-WAYS: dict[str, Callable[[Case, int], Way]] = {
-    "databuffer": ByDatabuffer,
-    "rank0": lambda case, rank: Rank0(case, rank, case.form == rows.PADDED),
-    "rank0-padded": lambda case, rank: Rank0(case, rank, True)}
-
-
 class Rank:
     """What one process does for `Host`."""
 
-    def __init__(self, way: str, case: Case, rank: int):
+    def __init__(self, case: Case, rank: int):
         self.case, self.rank, self.columns = case, rank, {}
-        self.pad = case.form == rows.PADDED or way == "rank0-padded"
-        self.way = WAYS[way](case, rank)
+        self.way = ByDatabuffer(case, rank)
 
     def rehearse(self) -> None:
         """Move a few short rows: what is loaded or set up at first use is not counted as the rows' memory."""
@@ -115,7 +87,7 @@ class Rank:
 
     def make(self) -> None:
         if self.rank < self.case.producers:
-            self.columns = rows.make(self.case, self.rank, self.pad)
+            self.columns = rows.make(self.case, self.rank, pad=self.case.form == rows.PADDED)
 
     def round(self, repeat: int) -> tuple[float, int]:
         ids, columns = torch.empty(0, dtype=torch.int64), {}
@@ -137,8 +109,8 @@ class Rank:
 class Host:
     """Starts a case's ranks and speaks for them."""
 
-    def __init__(self, way: str):
-        self.way, self.lines, self.processes = way, [], []
+    def __init__(self) -> None:
+        self.lines, self.processes = [], []
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["benchmarks.gloo_ranks"])  # torch is imported once, not once a rank
 
@@ -147,15 +119,12 @@ class Host:
         with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
             for rank in range(Case(**case).ranks):
                 ours, theirs = self.context.Pipe()
-                process = self.start(case, rank, f"{folder}/store", theirs)
+                process = self.context.Process(target=work, args=(case, rank, f"{folder}/store", theirs), daemon=True)
                 process.start()
                 theirs.close()
                 self.processes.append(process)
                 self.lines.append(ours)
             self._all()
-
-    def start(self, case: dict[str, Any], rank: int, store: str, line: Connection) -> multiprocessing.Process:
-        return self.context.Process(target=work, args=(self.way, case, rank, store, line), daemon=True)
 
     def make(self) -> None:
         self._all("make")
@@ -183,13 +152,13 @@ class Host:
         return [line.recv() for line in self.lines]
 
 
-def work(way: str, case: dict[str, Any], rank: int, store: str, line: Connection) -> None:
+def work(case: dict[str, Any], rank: int, store: str, line: Connection) -> None:
     """Run one rank until its line is closed."""
     torch.set_num_threads(1)
     made = Case(**case)
     dist.init_process_group("gloo", store=dist.FileStore(store, made.ranks), rank=rank, world_size=made.ranks,
                             timeout=_TIMEOUT)
-    target = Rank(way, made, rank)
+    target = Rank(made, rank)
     target.rehearse()
     line.send(asdict(made))
     try:
@@ -204,6 +173,6 @@ if __name__ == "__main__":
     # By its module's name: the ranks import what they run from there.
     from benchmarks.gloo_ranks import Host as ImportedHost
     os.chdir(Path(__file__).resolve().parents[1])
-    host = ImportedHost(sys.argv[1])
+    host = ImportedHost()
     serve(host)
     host.close()

@@ -17,8 +17,7 @@ searches of all sides, ours and those of the optimised ones, cost as many layout
 for both engines. Ours begin with what those of the others have found, which their spaces contain: their plans that run
 with the best of these that ranks can run, and it is said in how many cells they found nothing faster.
 
-Beside the grid: each of our four decisions switched off in turn; and by --accepted which of the best plans of 8B ranks
-can run as they are.
+Beside the grid, by --accepted: which of the best plans of 8B ranks can run as they are.
 """
 
 from __future__ import annotations
@@ -59,9 +58,7 @@ SCENARIOS = {"one zone": "a100_l40s_l4", "three zones": "multi_zone", "two regio
 OCEAN = Link(gb_s=0.125, latency_us=150_000.0)
 """Between continents: 1 Gbit/s and 150 ms, the low end of what public clouds show."""
 SIZES, ALGORITHMS, MODES = ("4B", "8B", "14B"), ("ppo", "grpo"), ("sync", "async")
-DECISIONS = ("grouping", "assignment", "strategy", "balance")
 QUICK = BUDGET // 10  # layouts and placements that each search may cost with --quick; else as many as a plan usually
-CUTS = tuple(product((1, 2, 4, 8), (1, 2, 4, 8)))
 
 
 @dataclass(frozen=True)
@@ -174,17 +171,6 @@ def seconds_of(placement: Placement | None) -> float:
     return placement.seconds if placement else float("inf")
 
 
-def without(problem: Problem, decision: str, budget: int) -> float:
-    """Ours with one of the four decisions switched off."""
-    together = (tuple(range(len(problem.tasks))),)
-    if decision == "strategy":  # the best single cut for all tasks
-        return min(seconds(replace(problem, freedom=Freedom(cuts=(frozenset({cut}),) * len(problem.tasks))),
-                           budget // 4) for cut in CUTS)
-    freedom = {"grouping": Freedom(groupings=(together,)), "assignment": Freedom(assignment=False),
-               "balance": Freedom(balance=False)}[decision]
-    return seconds(replace(problem, freedom=freedom), budget)
-
-
 SHIPPED, OPTIMISED = ("verl", "StreamRL"), ("verl, best", "StreamRL, best", "verl, idling")
 ENGINES = "fsdp", "megatron"  # FSDP recomputes activations and Megatron keeps them; all but verl as it ships may choose
 
@@ -260,17 +246,6 @@ def report(cells: list[Cell], models: Path, budget: int) -> dict[str, list[dict[
     return found
 
 
-def ablation(cells: list[Cell], models: Path, budget: int) -> None:
-    """Print what each decision is worth."""
-    print("times slower with one decision switched off (PREDICTION)")
-    for cell in cells:
-        problem = cell.problem(models)
-        ours = seconds(problem, budget)
-        worth = {name: without(problem, name, budget) / ours for name in DECISIONS}
-        print(f"  {cell.scenario:15} {cell.algorithm:5} {cell.mode:6} {cell.size:4} "
-              + "  ".join(f"{name} {times:.2f}x" for name, times in worth.items()), flush=True)
-
-
 def accepted(cells: list[Cell], models: Path, budget: int) -> None:
     """Print which of the best plans ranks can run, with the engine of the run (FSDP), and whether in the seconds that
     are predicted of them; else why not, and how much longer the best one that they can run takes."""
@@ -302,7 +277,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser = options(__doc__ or "", repeats=1)
     parser.add_argument("--budget", type=int, help="layouts and placements that each search may cost")
     parser.add_argument("--size", choices=SIZES, nargs="+", default=SIZES, help="only cells with models of these sizes")
-    parser.add_argument("--no-ablation", action="store_true", help="the grid alone")
     parser.add_argument("--accepted", action="store_true", help="only count the best plans that ranks can run")
     given = parsed(parser, arguments)
     budget = given.budget or (QUICK if given.quick else BUDGET)
@@ -316,7 +290,6 @@ def main(arguments: list[str] | None = None) -> None:
             accepted([cell for cell in cells if cell.size == "8B"], Path(models), budget)
             return
         found = report(cells, Path(models), budget)
-        ablation([cell for cell in cells if cell.size == "8B" and not given.no_ablation], Path(models), budget)
     shipped = _all(found["that run"], SHIPPED)
     never = {name: _all(rows, (*SHIPPED, *OPTIMISED)).low for name, rows in found.items()}
     print(f"plans that run, over verl as it ships and StreamRL as described: {shipped.median:.2f}x on the mean "

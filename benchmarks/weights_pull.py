@@ -12,8 +12,7 @@ to the same memory, and nothing else: one connection that is open already, no he
 A pull by memory does not copy: it ends when all bytes have been read for their checksums where they lie, in the
 publisher's memory, which the rollout then has mapped and locked. So it may be faster than the raw copy.
 
-The copy in memory that is printed beside them is the physical limit: memory to memory, within one process. All memory
-has been used before. Repeats of all sides take turns.
+All memory has been used before. Repeats of all sides take turns.
 """
 
 from __future__ import annotations
@@ -151,13 +150,6 @@ class Rollout:
             filled += self.sock.recv_into(view[filled:])
         return time.perf_counter() - begun
 
-    def copy(self, size: int) -> float:
-        """Memory to memory, both of this process."""
-        target, source = self.puller.buffers.take(size), self.puller.whole.chunks.memory[0]
-        begun = time.perf_counter()
-        memoryview(target)[:] = memoryview(source)[:size]
-        return time.perf_counter() - begun
-
 
 def serve(line: Connection, kind: str, port: int, token: bytes) -> None:
     store = TCPStoreClient("127.0.0.1", port, 60.0)
@@ -210,7 +202,7 @@ def measure(pair: Pair, mib: int, repeats: int) -> dict[str, Spread]:
     size = mib * MIB
     pair.ask("rollout", "trim")
     pair.ask("trainer", "make", mib)
-    sides: dict[str, Any] = {"copy": lambda _: pair.ask("rollout", "copy", size)}
+    sides: dict[str, Any] = {}
     for way in TRANSPORTS:
         sides[f"raw {way}"] = lambda _, way=way: pair.raw(way, size)
         sides[way] = lambda _, way=way: pair.pull(way)
@@ -219,7 +211,7 @@ def measure(pair: Pair, mib: int, repeats: int) -> dict[str, Spread]:
         pair.raw(way, size)
     runs = interleaved(sides, repeats)
     rates = {side: Spread.of([size / run[side] / 1e9 for run in runs]) for side in sides}
-    print(f"{mib} MiB, GB/s: copy in memory {rates['copy']} (load {os.getloadavg()[0]:.1f})")
+    print(f"{mib} MiB, GB/s (load {os.getloadavg()[0]:.1f})")
     found = {way: Spread.of([run[f"raw {way}"] / run[way] for run in runs]) for way in TRANSPORTS}
     for way in TRANSPORTS:
         print(f"  {way}: a pull {rates[way]}, raw {rates[f'raw {way}']}; a pull has {found[way]} of raw", flush=True)

@@ -218,24 +218,23 @@ All of these train, sample (`rollout: hf`), merge adapters and are counted by pl
 |---|---|---|---|---|---|
 {exceptions}
 
-How it was measured: each family was built tiny with random weights and compared with its own eager attention in
-float32, one row alone: log-probabilities of packed and padded rows and of sampled tokens before and after an update,
-gradients, and the saved model of a step. Differences are at most {bound:g} of the largest value, and {loose:g} for
-gradients and the plain way.
+Each family was built tiny with random weights and compared with its own eager attention in float32, one row alone:
+log-probabilities before and after an update, gradients, and the saved model. Differences are at most {bound:g} of the
+largest value, and {loose:g} for gradients and the plain way.
 
 ## vLLM and SGLang
 
-Each engine sampled from a tiny model with heads of 32 numbers, in float32 on a CPU, before and after an update in
-place. The log-probabilities were compared with those of the saved model. Many refusals are of the builds for CPUs. An
-engine without a class for a family takes the class of transformers. Measured with {engines}.
+Each engine sampled from a tiny model in float32 on a CPU, before and after an update in place. The log-probabilities
+were compared with those of the saved model. Many refusals are of the builds for CPUs (the reasons are in
+`benchmarks/results/families.json`). An engine without a class for a family takes the class of transformers. Measured
+with {engines}.
 
 | engine | has a class | samples | families |
 |---|---|---|---|
 {sampled}
 
-Other families were not asked yet. `deepseek_v3` differs by vLLM's rotary kernel for CPUs: with vLLM's PyTorch form of
-it the first weights agree to 1e-6. Differences of what is right are at most {loose:g} of the largest value. The proofs
-of a run's start make this comparison with the run's own model, and refuse what differs.
+Other families were not asked yet. Differences of what is right are at most {loose:g} of the largest value. The proofs
+of a run's start make this comparison with the run's own model.
 
 ## What is no decoder-only language model
 
@@ -286,14 +285,9 @@ def _way(family: dict[str, Any]) -> tuple[str, str]:
 def _sampled(engine: str, family: dict[str, Any]) -> tuple[str, ...]:
     """Return whether an engine of another library has a class for a family, and what came of sampling with it."""
     found = family[engine]
-    said = found.get("refused") or found.get("failed") or ""
-    why = re.sub(r"^vLLM cannot [\w ]+: |^SGLang's server .* It said last: |"
-                 r"1 validation error for \w+ Value error, | \[type=.*", "", said)
-    if said and "first weights" in found:
-        why = "other log-probabilities; the proofs of a run's start say so"
     result = judged(family, engine).replace("fails", "refused")
-    return (_LIBRARIES[engine], "yes" if found["knows"] else "no",
-            f"{result}: {_shortened(why)}" if why else result)
+    by = "" if result == "right" else " by the proofs of a start" if "first weights" in found else " by the engine"
+    return _LIBRARIES[engine], "yes" if found["knows"] else "no", result + by
 
 
 def _shortened(text: str) -> str:

@@ -57,8 +57,7 @@ def arrived(case: Case, repeat: int, pad: bool) -> tuple[torch.Tensor, rows.Colu
 @pytest.mark.run
 def test_without_peers_it_runs_and_says_what_came_out():
     command = [sys.executable, "-m", "benchmarks.databuffer_vs_peers", "--quick", "--sizes", "0.5",
-               "--tokens", "16", "64", "--contenders", "databuffer", "rank0", "rank0-padded",
-               "--layouts", "4-2", "4-4"]
+               "--tokens", "16", "64", "--layouts", "4-2", "4-4"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith(f"{COPIES}\n")
@@ -66,9 +65,7 @@ def test_without_peers_it_runs_and_says_what_came_out():
         assert name in done.stdout
     last = json.loads(done.stdout.splitlines()[-1])
     assert set(last) == {"claim", "value", "unit", "low", "high", "goal", "met"}
-    assert "databuffer over rank0" in last["claim"]
     assert last["value"] > 0
-    assert last["goal"] == 2
 
 
 @pytest.mark.parametrize(("mistake", "expected"), [

@@ -2,15 +2,13 @@
 
 import json
 import platform
-import random
 import sys
-import zipfile
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import gpu, gpu_quarter, gpu_session, vllm_parts
+from benchmarks import gpu, gpu_quarter, gpu_session
 from benchmarks.as_published import requests
 from benchmarks.shapes import SHAPES
 from distflow.config.sizes import shape_of
@@ -94,25 +92,6 @@ def test_parts_are_cut_in_the_order_of_their_worth(minutes, gone):
     kept = gpu_quarter.fitting(list(gpu_quarter.BUDGET), minutes)
     assert kept == [name for name in gpu_quarter.BUDGET if name not in gone]
     assert set(gpu_quarter.CUT) == set(gpu_quarter.BUDGET) - {"recipe"}
-
-
-def test_parts_of_a_wheel_fit_their_limit_and_are_whole_again(tmp_path, capsys):
-    kernels = {name: random.Random(name).randbytes(size) for name, size in
-               (("vllm/a.so", 3 * 10**6), ("vllm/b.so", 2 * 10**6), ("vllm/c.so", 1_500_000))}
-    files = kernels | {"vllm/__init__.py": b"one = 1\n", "vllm-1.data/purelib/more.py": b"two = 2\n",
-                       "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so": b"of another GPU"}
-    with zipfile.ZipFile(tmp_path / "vllm.whl", "w") as wheel:
-        for name, content in files.items():
-            wheel.writestr(name, content)
-    vllm_parts.pack(tmp_path / "vllm.whl", tmp_path / "parts", None, 4, vllm_parts.LEFT)
-    assert "stayed behind: 1 files" in capsys.readouterr().out
-    sizes = [part.stat().st_size for part in (tmp_path / "parts").iterdir()]
-    assert len(sizes) == 2
-    assert max(sizes) < 4.1e6
-    vllm_parts.join(tmp_path / "parts", tmp_path / "site")
-    joined = {str(file.relative_to(tmp_path / "site")): file.read_bytes()
-              for file in (tmp_path / "site").rglob("*") if file.is_file()}
-    assert joined == kernels | {"vllm/__init__.py": b"one = 1\n", "more.py": b"two = 2\n"}
 
 
 @pytest.mark.run
