@@ -76,14 +76,11 @@ def _section(place: str, kind: type[Document]) -> Iterator[str]:
     yield f"\n{_text(inspect.getdoc(kind))}\n"
     if not kind.model_fields:
         return
-    yield "| key | value (default) | meaning |"
-    yield "|---|---|---|"
     schema, texts = kind.model_json_schema(), descriptions(kind)
     for name in kind.model_fields:
         value = schema["properties"][name]
         default = "required" if name in schema.get("required", ()) else _default(value)
-        cells = (f"`{name}`", f"{_value(value)} ({default})" if default else _value(value), _text(texts.get(name, "")))
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        yield f"- **`{name}`**: {_value(value)}{f' ({default})' if default else ''}. {_text(texts.get(name, ''))}"
 
 
 def _value(schema: dict[str, Any]) -> str:
@@ -93,7 +90,7 @@ def _value(schema: dict[str, Any]) -> str:
     if "const" in schema:
         return f"`{schema['const']}`"
     if "enum" in schema:
-        return " | ".join(map(_code, schema["enum"]))
+        return ", ".join(map(_code, schema["enum"]))
     if "$ref" in schema:
         return "below"
     if schema.get("type") == "array":

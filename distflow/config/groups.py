@@ -26,9 +26,9 @@ class Groups(Document):
     """Ranks that only sample, or their share of those that `inference` leaves. The others train. 0 in mode semi_sync:
     all ranks train and sample in turns (partial rollouts; one rank is enough)."""
     inference: dict[str, InferenceRanks] = {}
-    """Ranks that compute with frozen models (a reference, a reward model, a teacher), by role: ranks of their own
-    ({reference: 1}); those of another role here ({reward: reference}); in mode async the sampling ranks ({reference:
-    rollout}). They compute prompt by prompt. In mode sync, and for roles that are trained: `first` in `layouts`."""
+    """Ranks that compute with frozen models, by role: of their own ({reference: 1}), those of another role ({reward:
+    reference}), or in mode async the sampling ranks ({reference: rollout}). In mode sync, and for trained roles: `first`
+    in `layouts`."""
     share_gpus: bool = False
     """Allow more ranks than GPUs on a machine: its trainer and rollouts share GPUs and their memory."""
 

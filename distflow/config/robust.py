@@ -60,9 +60,8 @@ class Robust(Document):
     from the newest checkpoint, if it has `--max-restarts` left."""
     snapshots: Literal[True, False, "local"] = True
     """Copy the state to host memory after each step, so that a restart repeats at most one finished step. Takes twice
-    the memory of weights and optimizer state, three times during a slow checkpoint; without it once, and a trainer
-    continues from the newest checkpoint. With `--store` a second machine gets them too, and takes over if the first is
-    lost; it takes as much memory there. local: it does not."""
+    the memory of weights and optimizer state, three times during a slow checkpoint. With `--store` a second machine
+    gets them too, and takes over if the first is lost; local: it does not."""
     shutdown_timeout: PositiveFloat = 25.0
     """Seconds for the step in progress and a checkpoint after SIGTERM or Ctrl-C. Kubernetes and torchrun kill after 30
     s."""
@@ -70,8 +69,8 @@ class Robust(Document):
     """Seconds without a heartbeat until a machine counts as lost (with `--store`)."""
     detectors: dict[str, Literal["stop", "note", "off", "restart"] | dict[str, bool | NonNegativeFloat]] = {}
     """Reaction to each fault of learning (docs/learning_faults.md), such as {entropy_collapse: stop}. note: report it.
-    stop: end the run and keep the checkpoint before the fault. off: ignore it. restart: repeat the step once, as
-    in {loss_spike: restart}. Other detectors take settings: {stalled: {seconds: 600}}."""
+    stop: end the run and keep the checkpoint before. off: ignore it. restart: repeat the step once. Other detectors
+    take settings: {stalled: {seconds: 600}}."""
 
     @field_validator("detectors", mode="before")
     @classmethod

@@ -376,7 +376,7 @@ class Parallel(Document):
     """Ranks that split the experts of a layer, among those of `tp`, `cp` and `dp`."""
     first: NonNegativeInt = 0
     """First of the ranks that the role has to itself, up to the next `first`: of 4 ranks, 2 gives it the last two.
-    Counted among the ranks that train; in mode sync these are all ranks."""
+    Counted among the ranks that train."""
     layers: list[PositiveInt] = []
     """Layers of each stage of `pp`, such as [10, 6] for unequal ranks; default: equal."""
     order: RankOrder = SHARES_OUTERMOST
@@ -462,8 +462,8 @@ class Run(Document):
     profile: list[PositiveInt] = []
     """Steps that the PyTorch profiler records to profile/, on training ranks."""
     wait_limit: float = Field(default=600.0, gt=0, le=1e9)
-    """Seconds that a collective waits for the slowest rank, or the trainer for samples, before the run ends and names
-    the missing rank. Set it above the longest step of any role."""
+    """Seconds that a collective, or a trainer without samples, waits before the run ends and names the missing rank.
+    Set it above the longest step of any role."""
 
     @property
     def trainer_validates(self) -> bool:

@@ -22,8 +22,9 @@ ENDS = {"extremes_of": ("_min", "_max"), "spread_of": ("/mean", "/std", "/min", 
 
 
 def listed() -> dict[str, re.Pattern]:
-    """By name in the first column of a table, a pattern in which a word in capitals is any name."""
-    rows = [line.split("|")[1] for line in (ROOT / "docs/metrics.md").read_text().splitlines() if line[:3] == "| `"]
+    """By name at the beginning of a line, a pattern in which a word in capitals is any name."""
+    lines = (ROOT / "docs/metrics.md").read_text().splitlines()
+    rows = [line.partition(": ")[0] for line in lines if line.startswith("- `")]
     names = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
     assert len(names) == len(set(names)), "a metric is listed twice"
     return {name: re.compile(re.sub(r"[A-Z]{2,}", ".+", re.escape(name))) for name in names}
