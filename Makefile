@@ -94,7 +94,8 @@ $(ENGINES)/installed: setup.cfg tests/engines/constraints.txt tests/engines/whee
 # On a machine without a network: with its own Python, if that has what distflow needs.
 gpu:
 	test -e $(VENV)/dev || $(PYTHON) -c "import torch, transformers, peft, pytest" || $(MAKE) dev
-	`test -e $(VENV)/dev && echo $(BIN)/python || echo $(PYTHON)` -m benchmarks.gpu_session
+	`test -e $(VENV)/dev && echo $(BIN)/python || echo $(PYTHON)` -m benchmarks.gpu_quarter \
+		--only tests runs whole figures --minutes 24 --output benchmarks/results/gpu.txt
 
 # The table of docs/models.md, for what benchmarks/results/families.json has no result of.
 families: dev $(ENGINES)/installed sglang-env

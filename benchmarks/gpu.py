@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -90,17 +89,16 @@ class Report:
     """Lines that are shown and kept in a file."""
 
     def __init__(self, file: Path | None):
-        self.file, self.lines, self.lock = file, [], threading.Lock()
+        self.file, self.lines = file, []
 
     def say(self, line: str) -> None:
         print(line, flush=True)
         self.keep(line)
 
     def keep(self, line: str) -> None:
-        with self.lock:
-            self.lines.append(line)
-            if self.file:
-                self.file.write_text("\n".join(self.lines) + "\n")
+        self.lines.append(line)
+        if self.file:
+            self.file.write_text("\n".join(self.lines) + "\n")
 
 
 def run(given: argparse.Namespace) -> None:

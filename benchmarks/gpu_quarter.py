@@ -9,6 +9,11 @@ and the next part begins. Where `--minutes` are too few for all, parts are cut i
     vllm        GRPO of a whole 0.5B sampled by vLLM, which sleeps while it trains, and the same sampled by `hf`
     lora        a training step of Qwen3-4B's shape with adapters of rank 16 on rows of 16,384 tokens
     families    models with sinks, caps, windows and experts, in bfloat16, against plain transformers in float32
+`make gpu` has the other parts, in 24 minutes:
+    tests       those that need a GPU
+    runs        a few steps with each setting, mode and engine; a kill, a resume
+    whole       GRPO of a whole 0.5B, and of a whole 7B with adapters
+    figures     throughput, MFU, memory and reshard time (`gpu.py`)
 Run by hand:  python -m benchmarks.gpu_quarter --model FOLDER --tasks FOLDER
 `--model` is SmolLM2-135M-Instruct, `--tasks` has the recipe's train.jsonl and heldout.jsonl in a folder of its name;
 the defaults are those that examples/recipes makes. Without a GPU:  --device cpu --quick  shows that every part runs.
@@ -23,15 +28,26 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.gpu import RESULTS, Report, device_options, has_device
-from benchmarks.gpu_session import WHOLE_RUNS, Run, Session, figures_of, is_installed, say_versions, setting
+from benchmarks.gpu_session import (
+    QUICK,
+    SHORT_RUNS,
+    WHOLE_RUNS,
+    Run,
+    Session,
+    figures_of,
+    is_installed,
+    say_versions,
+    setting,
+)
 from benchmarks.ratio import options, parsed
 from benchmarks.recipes import GRPO_SETTINGS, MODEL, RUNS
 from benchmarks.runs import run_command, with_set
 from distflow.telemetry.run_reader import RunReader
 
-BUDGET = {"recipe": 240, "trl": 120, "prime-rl": 110, "nano-vllm": 110, "vllm": 150, "lora": 50, "families": 60}
+PUBLISHED = {"recipe": 240, "trl": 120, "prime-rl": 110, "nano-vllm": 110, "vllm": 150, "lora": 50, "families": 60}
+BUDGET = PUBLISHED | {"tests": 120, "runs": 720, "whole": 300, "figures": 300}
 """Part → seconds, in the order in which they run."""
-CUT = ("families", "lora", "vllm", "nano-vllm", "prime-rl", "trl")
+CUT = ("families", "lora", "vllm", "nano-vllm", "prime-rl", "trl", "tests", "whole", "figures", "runs")
 """What is left out first."""
 MINUTES, PATIENCE = 14.0, 10.0
 """PATIENCE: how many times the budget a part may take in a dry run on a CPU."""
@@ -72,7 +88,8 @@ class Quarter:
         self.session, self.given, self.device = session, given, given.device
         self.start = given.model
         self.parts: dict[str, Callable[[], object]] = {
-            "recipe": self.recipe, "trl": self.trl, "vllm": self.vllm,
+            "recipe": self.recipe, "trl": self.trl, "vllm": self.vllm, "runs": self.short_runs,
+            "tests": self.tests, "whole": self.whole, "figures": self.figures,
             "prime-rl": lambda: self.module("prime-rl", "gpu", "--as", "prime-rl", *self.shapes("Qwen3-0.6B")),
             "lora": lambda: self.module("lora", "gpu", "--as", "prime-rl", *self.shapes("Qwen3-4B")),
             "nano-vllm": lambda: self.module("nano-vllm", "gpu", "--as", "nano-vllm",
@@ -144,10 +161,32 @@ class Quarter:
             self.session.run(Run("vllm", setting("rollout=vllm"), large=False, seconds=self.limit(BUDGET["vllm"])))
 
 
+    def tests(self) -> None:
+        if self.device == "cuda":
+            marked = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q"]
+            self.session.part("tests", 280, marked, keep=True)
+
+    def short_runs(self) -> None:
+        """Those that resume another one come last."""
+        for run in sorted(SHORT_RUNS, key=lambda run: bool(run.resumes)):
+            if (run.name in QUICK or not self.given.quick) and (not run.needs or is_installed(run.needs)):
+                self.session.run(run)
+
+    def whole(self) -> None:
+        for run in WHOLE_RUNS.values() if self.device == "cuda" else ():
+            self.session.run(run)
+
+    def figures(self) -> None:
+        for shape in ("0.5B", "7B") if self.device == "cuda" else ("tiny",):
+            self.session.part(f"figures {shape}", 480, [
+                sys.executable, "-m", "benchmarks.gpu", "--device", self.device, "--repeats", "2", "--output",
+                str(self.session.work / "figures.txt"), "--shape", shape], keep=True)
+
+
 def quarter(given: argparse.Namespace, work: Path) -> None:
     """Run the parts; the last line has the share of those that passed."""
     report = Report(given.output)
-    say_versions(report, given.device, "gpu_quarter")
+    say_versions(report, given.device)
     chosen = fitting(given.only, given.minutes)
     session = Session(report, given.device, given.minutes * (1 if given.device == "cuda" else PATIENCE), work)
     session.outcomes |= {name: "cut, for want of time" for name in given.only if name not in chosen}
@@ -160,7 +199,8 @@ def quarter(given: argparse.Namespace, work: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = options(__doc__, repeats=None)
     device_options(parser)
-    parser.add_argument("--only", nargs="+", choices=BUDGET, default=list(BUDGET), help="parts; default all")
+    parser.add_argument("--only", nargs="+", choices=BUDGET, default=list(PUBLISHED), help="parts; default those "
+                        "that others publish")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all of it; default {MINUTES:g}")
     parser.add_argument("--recipe", choices=("spell_backward", "chain_sum", "reverse_words"), default="spell_backward")
     parser.add_argument("--model", type=Path, default=MODEL, help="a model folder")

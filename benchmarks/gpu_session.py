@@ -1,17 +1,13 @@
-"""One command on a machine with a GPU: its tests, runs of every path, then figures, within a budget of minutes.
+"""Parts of `gpu_quarter.py`: each is a process with a time limit, and some are runs of a few steps.
 
-Each part is a process with a time limit. What fails or takes too long is said, and the next part begins; what the
-budget has no time for is named at the end. Of each run: seconds of a step, tokens per second, the difference of
-trainer's and rollout's log-probabilities, the peak of GPU memory beside what the plan said, seconds of a snapshot, and
-after a kill those until the next step is done. Throughput, MFU, and milliseconds of a decoded token by launches and
-kernels are those of `gpu.py`. Nothing is promised here: the last line has the share of parts that passed, and no goal.
-Run by hand:  make gpu   (without a GPU:  python -m benchmarks.gpu_session --device cpu --quick  shows that it works)
+What fails or takes too long is said, and the next part begins; what there is no time for is named at the end. Of each
+run: seconds of a step, tokens per second, the difference of trainer's and rollout's log-probabilities, the peak of GPU
+memory beside what the plan said, seconds of a snapshot, and after a kill those until the next step is done. Nothing is
+promised here: the last line has the share of parts that passed, and no goal.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -21,24 +17,20 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.gpu import RESULTS, Report, description, device_options, has_device
-from benchmarks.ratio import Spread, options, parsed, summary
+from benchmarks.gpu import Report, description
+from benchmarks.ratio import Spread, summary
 from benchmarks.runs import ROOT, environment, torchrun, with_set
-from benchmarks.shapes import SHAPES
 from distflow.data.row_copies import COPIES
 from distflow.plan import MemoryItem
 from distflow.telemetry.ettr import account, read
 from distflow.telemetry.run_reader import RunReader
 from planners.memory import GIB, needed
 
-MINUTES = 24.0
 LIBRARIES = ("torch", "transformers", "triton", "vllm", "peft", "liger-kernel", "kernels", "flash-attn")
 LEAST, GRACE = 15.0, 40.0  # seconds without which no part begins; that one has to end by itself
 PASSED, QUICK = "passed", ("plain", "resume", "kill")
@@ -70,23 +62,23 @@ def setting(line: str) -> tuple[str, ...]:
     return (f"roles.actor.{line}",)
 
 
-RUNS = [Run("plain"),
-        Run("float32", setting("dtype=float32")),
-        Run("swap", setting("swap=true")),
-        Run("recompute", setting("recompute=true")),
-        Run("offload", setting("offload=true")),
-        Run("lora", setting("lora={rank: 8}")),
-        Run("compile", setting("compile=true"), seconds=150.0),
-        Run("ppo", dag="ppo.yaml", large=False),
-        Run("resume", resumes="plain"),
-        Run("freeze", setting("freeze=['*.layers.0.*', '*.layers.1.*']")),
-        Run("megatron", setting("engine=megatron"), needs="megatron.core"),
-        Run("share", ("mode=async", "groups={rollout: 1, share_gpus: true}"), ranks=2, large=False),
-        Run("inference", ("mode=async", "groups={rollout: 1, inference: {reference: 1}, share_gpus: true}"), ranks=3,
-            large=False),
-        Run("partial", ("mode=semi_sync", "groups={rollout: 0}", "staleness=1", "on_stale=drop")),
-        Run("kill", ("faults=[{kind: kill, step: 2, phase: training}]",)),
-        Run("micro-batches", setting("micro_batch_tokens=256"))]
+SHORT_RUNS = [Run("plain"),
+              Run("float32", setting("dtype=float32")),
+              Run("swap", setting("swap=true")),
+              Run("recompute", setting("recompute=true")),
+              Run("offload", setting("offload=true")),
+              Run("lora", setting("lora={rank: 8}")),
+              Run("compile", setting("compile=true"), seconds=150.0),
+              Run("ppo", dag="ppo.yaml", large=False),
+              Run("resume", resumes="plain"),
+              Run("freeze", setting("freeze=['*.layers.0.*', '*.layers.1.*']")),
+              Run("megatron", setting("engine=megatron"), needs="megatron.core"),
+              Run("share", ("mode=async", "groups={rollout: 1, share_gpus: true}"), ranks=2, large=False),
+              Run("inference", ("mode=async", "groups={rollout: 1, inference: {reference: 1}, share_gpus: true}"),
+                  ranks=3, large=False),
+              Run("partial", ("mode=semi_sync", "groups={rollout: 0}", "staleness=1", "on_stale=drop")),
+              Run("kill", ("faults=[{kind: kill, step: 2, phase: training}]",)),
+              Run("micro-batches", setting("micro_batch_tokens=256"))]
 WHOLE = ("data.batch=32", "roles.actor.micro_batch_tokens=16384", "roles.actor.generation.batch_rows=256")
 WHOLE_RUNS = {
     "0.5B": Run("whole 0.5B", (*WHOLE, *setting("generation.max_new_tokens=512")), shape="0.5B", seconds=120.0),
@@ -201,8 +193,8 @@ def is_installed(module: str) -> bool:
     return (not parent or is_installed(parent)) and importlib.util.find_spec(module) is not None
 
 
-def say_versions(report: Report, kind: str, program: str = "gpu_session") -> None:
-    report.say(f"# python -m benchmarks.{program}: {description(kind)}")
+def say_versions(report: Report, kind: str) -> None:
+    report.say(f"# python -m benchmarks.gpu_quarter: {description(kind)}")
     found = []
     for name in LIBRARIES:
         try:
@@ -215,46 +207,3 @@ def say_versions(report: Report, kind: str, program: str = "gpu_session") -> Non
         asked = ["nvidia-smi", "--query-gpu=name,memory.total,power.limit,clocks.max.sm", "--format=csv,noheader"]
         done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60)
         report.say(f"# nvidia-smi: {' | '.join(done.stdout.splitlines())}")
-
-
-def session(given: argparse.Namespace, work: Path) -> None:
-    """Run all parts, tests and runs before figures."""
-    report = Report(given.output)
-    say_versions(report, given.device)
-    each = Session(report, given.device, given.minutes, work)
-    python, shapes = [sys.executable, "-m"], given.shape if given.device == "cuda" else ["tiny"]
-    figures = work / "figures.txt"
-    measured = [*python, "benchmarks.gpu", "--device", given.device, "--repeats", "2", "--output", str(figures)]
-    runs = [run for run in RUNS if (run.name in QUICK or not given.quick) and
-            (not run.needs or is_installed(run.needs))]
-    with ThreadPoolExecutor(given.together) as together:
-        first, *others = (functools.partial(each.run, run) for run in runs if not run.resumes)
-        tests = [*python, "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q"]
-        marked = [functools.partial(each.part, "tests", 280, tests, keep=True)] if given.device == "cuda" else []
-        for jobs in ([first, *marked, *others], [functools.partial(each.run, run) for run in runs if run.resumes]):
-            for job in [together.submit(job) for job in jobs if not given.large_alone]:
-                job.result()
-    for shape in shapes:
-        if shape in WHOLE_RUNS:
-            each.run(WHOLE_RUNS[shape])
-    for shape in shapes:
-        each.part(f"figures {shape}", 480, [*measured, "--shape", shape], keep=True)
-    each.conclude()
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = options(__doc__, repeats=None)
-    device_options(parser)
-    parser.add_argument("--together", type=int, default=1, help="tests and runs at a time, which blurs their seconds")
-    parser.add_argument("--shape", choices=SHAPES, nargs="*", default=["0.5B", "7B"], help="models; default 0.5B 7B")
-    parser.add_argument("--large-alone", action="store_true", help="only what has a model of these shapes")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all of it; default {MINUTES:g}")
-    given = parsed(parser, arguments)
-    if not has_device(given, RESULTS):
-        return
-    with tempfile.TemporaryDirectory(prefix="gpu-session-") as folder:
-        session(given, Path(folder))
-
-
-if __name__ == "__main__":
-    main()

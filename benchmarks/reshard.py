@@ -162,8 +162,8 @@ def main(arguments: list[str] | None = None) -> None:
               f"{naive}; {left:.0f} MiB of the shards stay, {swapped:.0f} MiB are in host memory", flush=True)
         holds &= left == 0 and (ours.median < naive.median or given.quick)
     conclude("reshard on 4 ranks: memory at the worst moment over the ideal, the worst layout; less than the naive "
-             "way, and nothing redundant after it", max(peaks, key=lambda spread: spread.median), GOAL, unit="of the ideal",
-             holds=holds, at_least=False)
+             "way, and nothing redundant after it", max(peaks, key=lambda spread: spread.median), GOAL,
+             unit="of the ideal", holds=holds, at_least=False)
 
 
 if __name__ == "__main__":
