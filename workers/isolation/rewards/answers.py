@@ -14,7 +14,17 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from workers.isolation.rewards.arithmetic import computable, equal, proportional
-from workers.isolation.rewards.latex import FUNCTIONS, Expression, NotUnderstood, Token, expression, tokens
+from workers.isolation.rewards.latex import (
+    CURRENCIES,
+    FUNCTIONS,
+    IDEOGRAPHS,
+    Expression,
+    NotUnderstood,
+    Token,
+    expression,
+    is_unit,
+    tokens,
+)
 
 _OPENERS, _ENDS = ("(", "[", r"\{", r"\langle", "{"), (")", "]", r"\}", r"\rangle", "}")
 _EQUAL, _ORDER = ("=", r"\in", r"\approx"), {"<": ">", r"\le": r"\ge", ">": "<", r"\ge": r"\le", r"\ne": r"\ne"}
@@ -22,6 +32,7 @@ _SETS = (r"\cup", r"\cap", r"\setminus")
 _JOINS = (",", ";", "and", "or", r"\land", r"\lor", r"\wedge", r"\vee")
 _OF_NAMES = (r"\overline", r"\angle", r"\triangle", r"\vec", r"\overrightarrow", r"\widehat", r"\hat", "|", "'", "(",
              ")", "{", "}", "[", "]", ",", "_", ":", "-")
+SHORT_WORDS = frozenset(["yes", "no", "odd", "red"])
 _SHORT_UNITS = frozenset([
     "cm", "mm", "km", "ft", "in", "yd", "mi", "kg", "mg", "lb", "oz", "ml", "mL", "hr", "am", "pm"])
 NO_UNITS = frozenset([
@@ -70,7 +81,7 @@ def parse_whole(text: str) -> Answer | None:
 def readings(text: str) -> list[Answer]:
     """Return what a reference may mean: `100,200,300` is a number, or a list. Empty where it is not understood."""
     found = [parse_whole(text)]
-    if re.search(r"[0-9],[0-9]{3}", text):
+    if re.search(r"[0-9],[0-9]{3}", text) and not re.search(r",0[0-9]", text):  # no number begins so
         found.append(parse_whole(re.sub(r"(?<=[0-9]),(?=[0-9]{3})", ", ", text)))
     return [answer for answer in found if answer is not None and is_computable(answer)]
 
@@ -293,7 +304,7 @@ def _words(given: list[Token]) -> str:
 
 def _is_long(token: Token) -> bool:
     """Return whether a run of letters is a word, and no product of variables."""
-    if token.kind == "text" or token.text.casefold() in ("yes", "no", "odd", "red"):
+    if token.kind == "text" or token.text.casefold() in SHORT_WORDS:
         return True
     named = len(token.text) > 2 and not token.text.islower()
     return len(token.text) > 3 or (named and not _ROMAN.fullmatch(token.text))
@@ -441,8 +452,8 @@ def _bracketed(given: list[Token]) -> Answer:
 
 
 def _ungrouped(token: Token) -> list[Token]:
-    """Return the numbers of `1,234` in brackets, where it is two."""
-    if token.kind != "grouped":
+    """Return the numbers of `1,234` in brackets, where it is two; `1,000` is one."""
+    if token.kind != "grouped" or ",0" in token.text:
         return [token]
     numbers = [Token("number", text) for text in token.text.split(",")]
     return [part for number in numbers for part in (Token("sign", ","), number)][1:]
@@ -478,7 +489,7 @@ def _expression(given: Sequence[Token]) -> Expression:
 
 def _without_units(given: list[Token]) -> list[Token]:
     """Remove units and percent signs behind a value, and a currency before it."""
-    if given[:1] and given[0].text in ("€", "£", "¥"):
+    if given[:1] and given[0].text in {*CURRENCIES}:
         given = given[1:]
     end = at = len(given)
     while at > 1 and (_is_unit(given, at - 1) or given[at - 1].text in _OF_UNITS or given[at - 2].text == "/"):
@@ -494,6 +505,8 @@ def _without_units(given: list[Token]) -> list[Token]:
 
 def _is_unit(given: list[Token], at: int) -> bool:
     token = given[at]
+    if IDEOGRAPHS.match(token.text.strip()):
+        return is_unit(token.text.strip())
     if token.kind == "text":
         return not _RELATING & {*re.findall(r"[a-z]+", token.text.lower())} and token.text.strip() not in FUNCTIONS
     if token.kind != "word" or token.text in FUNCTIONS | {"sqrt", "pi", "infinity"}:

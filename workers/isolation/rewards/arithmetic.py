@@ -70,15 +70,19 @@ def compared(left: Expression, right: Expression) -> int | None:
 
 
 def variables(node: Expression) -> frozenset[str]:
-    if node.kind == "symbol":
-        return frozenset() if node.value in _CONSTANTS else frozenset([str(node.value)])
-    return frozenset().union(*map(variables, node.parts))
+    return _symbols(node) - _CONSTANTS.keys()
+
+
+def _symbols(node: Expression) -> frozenset[str]:
+    return frozenset([str(node.value)]) if node.kind == "symbol" else frozenset().union(*map(_symbols, node.parts))
 
 
 def _agree(fits: Callable[[Value, Value], bool], left: Expression, right: Expression) -> bool:
     """Return whether the values fit at each point where both have one, of which there must be two if there are
-    variables. A point where only one of them is real does not count."""
+    variables. A point where only one of them is real does not count, nor does one that takes roots of negative numbers
+    where they differ."""
     names, counted = sorted(variables(left) | variables(right)), 0
+    imaginary = "i" in _symbols(left) | _symbols(right)
     for point in _points(names):
         if (found := _values(left, right, point)) is None:
             continue
@@ -87,6 +91,8 @@ def _agree(fits: Callable[[Value, Value], bool], left: Expression, right: Expres
             if names and _is_real(pair[0]) != _is_real(pair[1]):
                 continue
             if not fits(*pair):
+                if not imaginary and not all(map(_is_real, pair)):
+                    continue  # roots of negative numbers have several values
                 return False
         counted += 1
     return counted >= (2 if names else 1)

@@ -26,8 +26,22 @@ _UNICODE = {
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
     "°": r"^\circ ", "±": r"\pm ", "∓": r"\mp ", "≈": r"\approx ", "√": r"\sqrt ", "θ": r"\theta ", "α": r"\alpha ",
     "β": r"\beta ", "γ": r"\gamma ", "λ": r"\lambda ", "φ": r"\phi ", "²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}",
-    "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "：": ":", "，": ",",
-    "（": "(", "）": ")", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "⟨": r"\langle ", "⟩": r"\rangle "}
+    "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
+    "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "⟨": r"\langle ", "⟩": r"\rangle "}
+
+FULL_WIDTH = {**{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}, ord("。"): ".", ord("、"): ","}
+"""Signs of East Asian texts and the ASCII signs that they mean, for `str.translate`."""
+CURRENCIES = "€£¥₹₩₽₺₫₦฿"
+_HAN = r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]+"
+IDEOGRAPHS = re.compile(_HAN)
+NEGATING = re.compile("[不没沒无無非或负負]|ない|아니")
+_COUNTING = re.compile("[多余餘几]|分之|^[〇一二三四五六七八九十百万萬亿億兆两半成折]|^千(?![米克瓦卡])")
+"""Words of East Asian texts behind a number that change its meaning, such as 12万 and 3分之1."""
+
+
+def is_unit(word: str) -> bool:
+    """Return whether a word is a unit in an East Asian script, which leaves a number what it is."""
+    return IDEOGRAPHS.fullmatch(word) is not None and not NEGATING.search(word) and not _COUNTING.search(word)
 
 
 def _matrix_mark(found: re.Match[str]) -> str:
@@ -68,7 +82,7 @@ _TOKEN = re.compile(
     rf"(?P<space>\s+)|\\(?:{_WRAPPERS})\s*\{{(?P<text>[^{{}}]*)\}}|(?P<ring>\\mathbb\s*(?:\{{[A-Z]\}}|[A-Z]))|"
     r"(?P<grouped>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?)|"
     r"(?P<number>(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)|"
-    r"(?P<command>\\[a-zA-Z]+|\\.)|(?P<word>[a-zA-Z]+)|(?P<sign>.)", re.DOTALL)
+    r"(?P<command>\\[a-zA-Z]+|\\.)|(?P<word>[a-zA-Z]+)|(?P<han>" + _HAN + r")|(?P<sign>.)", re.DOTALL)
 _MATRIX = re.compile(r"\\begin\{([pb])matrix\}(.*?)\\end\{\1matrix\}", re.DOTALL)
 
 
@@ -99,6 +113,7 @@ def tokens(text: str) -> list[Token]:
     """Return the tokens of a text; raise NotUnderstood if it is too long."""
     if len(text) > _LONGEST:
         raise NotUnderstood(f"more than {_LONGEST} characters")
+    text = text.translate(FULL_WIDTH)
     for sign, to in _UNICODE.items():
         text = text.replace(sign, to)
     for pattern, to in _MARKUP:
@@ -117,7 +132,7 @@ def _scan(text: str, close: bool, found: list[Token]) -> None:
     for match in _TOKEN.finditer(text):
         kind = match.lastgroup or ""
         if kind != "space":
-            found.append(Token(kind, match[kind], close))
+            found.append(Token("text" if kind == "han" else kind, match[kind], close))
         close = kind != "space"
 
 
@@ -416,7 +431,7 @@ def _letters(token: Token) -> list[Token]:
     """Return a run of letters as the names in it: `xy` is a product. Raises NotUnderstood for other words."""
     if token.kind == "text":
         name = token.text.strip()
-        if len(name) == 1 and name.isalpha() or name in FUNCTIONS:
+        if len(name) == 1 and name.isalpha() and not IDEOGRAPHS.match(name) or name in FUNCTIONS:
             return [Token("word", name, token.close)]
         raise NotUnderstood(f"the text `{name}`")
     if token.kind != "word" or len(token.text) == 1 or token.text in FUNCTIONS | {"sqrt", "pi", "infinity", "oo"} or \

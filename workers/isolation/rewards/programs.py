@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import math
 import re
 import secrets
 import sys
@@ -25,6 +26,8 @@ _PYTHON = re.compile(r"\{?\s*\.?(?:python|py)[0-9.]*(?![\w-]).*", re.IGNORECASE 
 _NO_LANGUAGE = re.compile(r"(?:\{\s*\})?")
 _INLINE = re.compile(r"^(.*\S)[ \t]*(```(?:python|py)?[0-9]?[ \t]*)$", re.MULTILINE | re.IGNORECASE)
 _ANSWER = re.compile(r"^[ \t]*<answer>(.*)</answer>\s*\Z", re.MULTILINE | re.DOTALL)
+_NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
+_DECIMAL = re.compile(rf"(?=[^.]*\.){_NUMBER.pattern}")
 _MISSING = re.compile(r"^ModuleNotFoundError: No module named '([\w.]{1,100})'", re.MULTILINE)
 _HARNESS = """\
 import sys
@@ -69,7 +72,8 @@ def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
     The data's column `tests` holds either Python that raises on failure, such as `assert add(1, 2) == 3`, or a list of
     such texts, which run after the program with its names, each text as one test; or JSON, a list of {"input": text,
     "output": text} or {"inputs": texts, "outputs": texts} for the standard streams, where space at the ends of lines
-    and of the text does not count. A program that does not compile, raises or exceeds a limit fails.
+    and of the text does not count, and a wanted number with a decimal point may differ by a millionth of it or be
+    written otherwise. A program that does not compile, raises or exceeds a limit fails.
 
     A cheating program can find Python tests in its own process; it never sees the outputs of JSON tests.
 
@@ -171,7 +175,8 @@ def _run_tests(program: str, tests: str, run: Callable[[str, str], Outcome], sep
     for case in cases:
         if not isinstance(case, str):
             outcome = run(program, case["input"])
-            yield outcome.ok and _lines(outcome.stdout) == _lines(case["output"])
+            lines, wanted = _lines(outcome.stdout), _lines(case["output"])
+            yield outcome.ok and len(lines) == len(wanted) and all(map(_is_line, lines, wanted))
 
 
 def _cases(tests: str) -> list[Any]:
@@ -197,7 +202,20 @@ def _are_texts(value: Any) -> bool:
 
 
 def _is_case(case: Any) -> bool:
-    return isinstance(case, dict) and all(isinstance(case.get(name), str) for name in ("input", "output"))
+    streams = isinstance(case, dict) and case.get("testtype", "stdin") == "stdin"  # LiveCodeBench also has calls
+    return streams and all(isinstance(case.get(name), str) for name in ("input", "output"))
+
+
+def _is_line(printed: str, wanted: str) -> bool:
+    pairs = [*zip(printed.split(), wanted.split())]
+    return printed == wanted or (len(pairs) == len(printed.split()) == len(wanted.split()) and any(
+        _DECIMAL.fullmatch(value) for _, value in pairs) and all(one == value or _is_near(one, value)
+                                                                for one, value in pairs))
+
+
+def _is_near(printed: str, wanted: str) -> bool:
+    return bool(_DECIMAL.fullmatch(wanted) and _NUMBER.fullmatch(printed)) and \
+        math.isclose(float(printed), float(wanted), rel_tol=1e-6, abs_tol=1e-9)
 
 
 def _lines(text: str) -> list[str]:

@@ -14,7 +14,8 @@ from fractions import Fraction
 from distflow.contracts.decorators import Regex, reward
 from distflow.errors import InvalidInput
 from distflow.telemetry.metrics import current
-from workers.isolation.rewards.answers import NO_UNITS, parse_whole, readings, same, spelling
+from workers.isolation.rewards.answers import NO_UNITS, SHORT_WORDS, parse_whole, readings, same, spelling
+from workers.isolation.rewards.latex import CURRENCIES, FULL_WIDTH, IDEOGRAPHS, NEGATING, is_unit
 
 MARK = "####"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w])")
@@ -22,12 +23,12 @@ _LONGEST = 1000  # characters of a number; Python turns no more than 4,300 digit
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}|[0-9]+)"
 _VALUE = (rf"(?:[0-9]+\s+)?{_DIGITS}\s*/\s*[1-9][0-9]*|"
           rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,2}}(?![0-9]))?")
-_NUMBER = re.compile(rf"(?P<before>[^0-9]*?)(?P<sign>[-+]?)\s*[€£¥]?\s*(?P<value>{_VALUE})(?P<after>[^0-9]*)")
+_NUMBER = re.compile(rf"(?P<before>[^0-9]*?)(?P<sign>[-+]?)\s*[{CURRENCIES}]?\s*(?P<value>{_VALUE})(?P<after>[^0-9]*)")
 _REPEATING = re.compile(r"(-?)([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{?\s*([0-9]+)\s*\}?(\s*\\?%)?\.?")
 _IN_TEXT = re.compile(rf"(?<![0-9.])[-+]?(?:{_VALUE})")
 _NAME = re.compile(r"\s*[^\W\d_]\s*[=≈:]\s*")
-_BEFORE = re.compile(r"[\w\s.,;:'’€£¥&-]*[=≈]?\s*")
-_AFTER = re.compile(r"[\w\s.,;:'’€£¥%/&-]*(?:(?<=[^\W\d_])!)?")
+_BEFORE = re.compile(rf"[\w\s.,;:'’{CURRENCIES}&-]*[=≈]?\s*")
+_AFTER = re.compile(rf"[\w\s.,;:'’{CURRENCIES}%/&-]*(?:(?<=[^\W\d_])!)?")
 _OPERATOR = re.compile(r"\s[-/&]|[-/&](?:\s|$)|^&|^[-/](?![^\W\d_]{3})")
 """Operators after a number that are not part of a word, unlike `km/h` and `24-year-old`."""
 _WORD = re.compile(r"[^\W\d_]+")
@@ -60,9 +61,10 @@ _NOT_BEFORE = frozenset([
     "most", "between", "minus", "plus", "times", "under", "below", "above", "over", "half", "twice", "double", "root",
     "negative"])
 """Words that change the meaning of a number."""
-_NEGATIVE = re.compile(r"\b(?:negative|minus)\s+(?=[€£¥]?\s*\.?[0-9])", re.IGNORECASE)
+_NEGATIVE = re.compile(rf"\b(?:negative|minus)\s+(?=[{CURRENCIES}]?\s*\.?[0-9])", re.IGNORECASE)
 _SPACES = re.compile(r"\s+")
 _LABEL = re.compile(r"[:=≈]\s*$")
+_SAYS = re.compile(r".*(?:是|为|為|等于|等於|得|共|有|答案?|は|が|은|는)")
 _TAIL = re.compile(r"\s+(?:is|was) (?:the|my) (?:(?:final|correct|right) )?answer$")
 _TEXT = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{[^{}]*\}")
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -156,7 +158,7 @@ def read_number(text: str) -> Number | None:
         return Number(-value if sign else value, percent=percent is not None)
     plain = _TAIL.sub("", _without_remarks(_without_markup(text)).strip().rstrip(".,;: "))
     found = _NUMBER.fullmatch(_NEGATIVE.sub("-", plain))
-    if any(sign.isnumeric() and not sign.isascii() for sign in plain):  # an exponent, or digits of another script
+    if any(sign.isnumeric() and not sign.isascii() for sign in IDEOGRAPHS.sub("", plain)):  # exponents, other digits
         return None
     if not found or not _leads(found["before"]) or not _follows(found["after"]):
         return None
@@ -172,7 +174,7 @@ def read_number(text: str) -> Number | None:
 def reference_number(text: str) -> Number | None:
     """Return the number that a reference is, or None. It is read more strictly: it may have a currency, a percent sign,
     a unit and words in `\text{}`, but no remark, variable or words before it (`3a` and `(2,100)` are none)."""
-    bare = _without_markup(_TEXT.sub(" ", text[:_LONGEST]))
+    bare = IDEOGRAPHS.sub(" ", _without_markup(_TEXT.sub(" ", text[:_LONGEST])))
     glued = re.search(r"[0-9]([^\W\d_]+)", re.sub(r"(?<=[0-9])[eE](?=[-+]?[0-9])", "", bare))
     words = _WORD.findall(re.sub(r"(?<=[0-9])[eE](?=[-+]?[0-9])", "", bare))
     if "(" in bare or (glued and len(glued[1]) < 2) or (glued and glued[1] not in _UNITS):
@@ -216,7 +218,7 @@ def _inside(text: str) -> str:
 
 def _without_markup(text: str) -> str:
     """Remove what says nothing about the value; blanks are single before the patterns see them and afterwards."""
-    text = _SPACES.sub(lambda found: found[0] if len(found[0]) == 1 else " ", text)
+    text = _SPACES.sub(lambda found: found[0] if len(found[0]) == 1 else " ", text.translate(FULL_WIDTH))
     for pattern, to in _MARKUP:
         text = pattern.sub(to, text)
     return _SPACES.sub(" ", text)
@@ -236,12 +238,14 @@ def _leads(before: str) -> bool:
     words = _WORD.findall(before)
     lower = [word.lower() for word in words]
     if (not _BEFORE.fullmatch(before) or before.rstrip().endswith(("-", "&")) or _NOT_BEFORE & set(lower)
-        or any(len(word) < 3 and word not in _SHORT and word.lower() not in _LEADS for word in words)):
+        or NEGATING.search(before) or any(len(word) < 3 and word not in _SHORT and word.lower() not in _LEADS
+                                          and not IDEOGRAPHS.match(word) for word in words)):
         return False
     if lower[-2:-1] and lower[-1] == "of":
         lower.pop()
         return lower[-1] in ("answer", "total", "cost", "value", "result")
-    return not lower or lower[-1] in _LEADS or _LABEL.search(before) is not None
+    return not lower or lower[-1] in _LEADS or _SAYS.fullmatch(lower[-1]) is not None or \
+        _LABEL.search(before) is not None
 
 
 def _follows(after: str) -> bool:
@@ -250,7 +254,7 @@ def _follows(after: str) -> bool:
     lower = [word.lower() for word in words]
     return (_AFTER.fullmatch(after) is not None and not _OPERATOR.search(after) and not NO_UNITS & set(lower)
             and "times" not in lower[:-1] and lower[:1] not in (["a"], ["i"]) and lower[-1:] not in (["a"], ["i"])
-            and all(len(word) > 2 or word in _SHORT for word in words))
+            and all(is_unit(word) if IDEOGRAPHS.match(word) else len(word) > 2 or word in _SHORT for word in words))
 
 
 def _differ_in_unit(wanted: str, given: str) -> bool:
@@ -282,6 +286,7 @@ _SIGNS = re.compile(r"\A[^\w\s$\\(\[{.+−–-]+\s*")
 _ANSWER = re.compile(r"\b(?:answer|correct (?:option|choice))\b(?:\W{0,3}\b(?:is|was)\b)?[^\w$\\(\[{+.−–-]{0,3}"
                      r"[\s*]*(?:(?:option|choice)\s+)?([^\s*:=].*?)\**\Z", re.IGNORECASE)
 _FORMULA = re.compile(r"\$([^$]+)\$\**\Z|\\\(((?:[^\\]|\\[^()])+)\\\)\**\Z")
+_CHOICE = re.compile(r"\(?([A-J])(?:\)?[.:)]\s+\S.*|\))?")
 _LONG = re.compile(r"[-+]?[0-9.,]{1000,}")  # A number of so many digits is compared as text
 
 
@@ -460,11 +465,22 @@ def _given_number(completion: str, given: str) -> Number | None:
     return read_number(given) or read_number(last_sentence(given))
 
 
+def _choices(text: str) -> str:
+    """Return the letters of the choices that an answer names, as `(B)` and `B. 24` do; "" if it names none."""
+    plain = _without_markup(text).strip().rstrip(".")
+    if named := _CHOICE.fullmatch(plain):
+        return named[1]
+    letters = re.sub(r"[\s,()]|\band\b", "", plain)
+    return letters if re.fullmatch("[A-J]{2,}", letters) and [*letters] == sorted({*letters}) else ""
+
+
 @functools.lru_cache(maxsize=65536)
 def _equal(wanted: str, given: str) -> bool:
     if spelling(wanted) == spelling(given) != "":
         return True
-    if _LETTERS.fullmatch(wanted.strip()) and _LETTERS.fullmatch(given.strip()):
-        return False  # `on` and `no` are words: the factors of a product would have any order
+    if (letters := _choices(wanted)) and letters == _choices(given):
+        return True
+    if _LETTERS.fullmatch(wanted.strip()) and _LETTERS.fullmatch(given.strip()):  # words, of which the factors of a
+        return wanted.strip().casefold() == given.strip().casefold() in SHORT_WORDS  # product would have any order
     answer = parse_whole(given)
     return answer is not None and any(same(reading, answer) for reading in readings(wanted))

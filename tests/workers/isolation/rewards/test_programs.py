@@ -105,7 +105,19 @@ def test_inputs_and_outputs():
     assert (code(half, CASES), code(half, CASES, partial=True)) == (0.0, 0.5)
 
 
-@pytest.mark.parametrize("tests", ["", " \n", "[]", "{}", '[{"input": "1"}]', "[1]", "3"])
+@pytest.mark.parametrize(("share", "printed"), [
+    (1.0, {"2.5": ["2.500", "2.5000001", "+2.5", "25e-1"], "0.3 yes": ["0.30000000000000004 yes"],
+           "1.0\n-0.5": ["1\n-.5"]}),
+    (0.0, {"2.5": ["2.51", "2.5 0", "2,5", "nan"], "0.3 yes": ["0.3 no", "0.3"], "3": ["3.0"], "7 8": ["7  8"]})])
+def test_decimals_are_compared_as_numbers(share, printed):
+    """Judges of contests allow for rounding; whole numbers and words are texts."""
+    cases = [{"input": text, "output": wanted} for wanted, texts in printed.items() for text in texts]
+    assert code("```python\nprint(open(0).read())\n```", json.dumps(cases), partial=True) == share
+
+
+@pytest.mark.parametrize("tests", [
+    "", " \n", "[]", "{}", '[{"input": "1"}]', "[1]", "3",
+    '[{"input": "1", "output": "1", "testtype": "functional"}]'])
 def test_tests_of_another_form_are_no_reason_for_a_zero(tests):
     with pytest.raises(ValueError, match="tests in JSON must be a list|there are no tests"):
         code(ADD, tests)
