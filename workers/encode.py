@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,11 +123,11 @@ def _content(text: str, before: int) -> str | list[dict[str, str]]:
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase, data: Data, image_encoder: ImageEncoder | None = None,
-            plan: Plan | None = None, sampled_elsewhere: bool = False) -> Encode:
+            plan: Plan | None = None, sampled_elsewhere: bool = False, ends: Collection[int] = ()) -> Encode:
     """Return a function that encodes questions and answers by the chat template, if there is one. Of longer prompts
     than `max_prompt_tokens` the beginning is lost, of targets the end; metrics count them. Targets are left out where
     no task of the `plan` reads them. Where none samples, here or `sampled_elsewhere`, prompts are what precedes a
-    target in its conversation, and not what the template would have continued."""
+    target in its conversation, and not what the template would have continued. `ends`: see `imitated_tokens`."""
     imitates = not (plan is None or sampled_elsewhere or any(task.samples for task in plan.tasks))
     learns = plan is None or any(column.name == "targets" for task in plan.tasks for column in task.reads)
     require_template(tokenizer, data)
@@ -136,7 +136,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: Data, image_encoder: Image
         records = [*map(mended_record, given)]
         current().add("data/texts_mended", sum(one is not other for one, other in zip(records, given)))
         asked, answers = zip(*(asked_and_answered(record, data) for record in records)) if records else ((), ())
-        imitated = [_imitated(tokenizer, data, record) for record in records] if imitates or learns else []
+        imitated = [_imitated(tokenizer, data, record, ends) for record in records] if imitates or learns else []
         prompts, images, cut = _cut([each.prompt for each in imitated], data) if imitates and not image_encoder else \
             encode_prompts(tokenizer, data, records, image_encoder)
         current().add("data/prompts_cut", cut)
@@ -150,10 +150,11 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: Data, image_encoder: Image
     return encode
 
 
-def _imitated(tokenizer: PreTrainedTokenizerBase, data: Data, record: Record) -> ImitatedTokens:
+def _imitated(tokenizer: PreTrainedTokenizerBase, data: Data, record: Record, ends: Collection[int]) -> ImitatedTokens:
     messages = conversation_of(record, data)
     with _rendering(messages):
-        return imitated_tokens(tokenizer, messages, tools_of(record, data), data.targets, **data.chat_template_kwargs)
+        return imitated_tokens(tokenizer, messages, tools_of(record, data), data.targets, ends,
+                               **data.chat_template_kwargs)
 
 
 @contextlib.contextmanager
@@ -233,5 +234,5 @@ def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: 
     sets = [UsableRecords(records, fields, too_long) for records in opened]
     names = [each.name for each in opened if isinstance(each, LabelledRecords)]
     records = sets[0] if len(sets) == 1 else Mixture(sets, data.turns, names)
-    encode = encoder(tokenizer, data, images, plan, sampled_elsewhere)
+    encode = encoder(tokenizer, data, images, plan, sampled_elsewhere, role.known_ends)
     return Dataloader(records, encode, data.batch, spec.run.seed, share, layout, data_files(spec, training))

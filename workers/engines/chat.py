@@ -92,11 +92,12 @@ def sampled_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], ends
 
 
 def imitated_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools = None,
-                    turns: Literal["last", "all"] = "last", **options: Any) -> ImitatedTokens:
+                    turns: Literal["last", "all"] = "last", known_ends: Collection[int] = (),
+                    **options: Any) -> ImitatedTokens:
     """Return the tokens of a conversation as a model learns from it: what precedes the last message of the assistant,
     or with `turns="all"` the first one, and what follows up to the end of the last one. Each message of the assistant
-    is learned with the end of its turn, which is `eos_token` where the template writes none; one of `weight: 0` is
-    not."""
+    is learned with the end of its turn; one of `weight: 0` is not. Where the template writes no end, it is `eos_token`,
+    and behind an earlier message the first token of the next one if that is one of `known_ends`."""
     text = _render(tokenizer, messages, tools, options)
     tokens, stop_of = _with_stops(tokenizer, text)
     ends, spans = _remembered(tokenizer, "ends", options, _find_ends), []
@@ -115,11 +116,12 @@ def imitated_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message],
         last = bisect.bisect_left(range(len(tokens)), stop, key=stop_of) + 1 if stop > start else first
         end, rest = ends[place != said[-1]], range(max(first, last - 1), len(tokens))
         behind = (index for index in (rest[::-1] if place == said[-1] else rest) if tokens[index] == end)
-        spans.append((first, next(behind, last - 1) + 1))
+        opens_next = end is None and place != said[-1] and last < len(tokens) and tokens[last] in known_ends
+        spans.append((first, last + 1 if opens_next else next(behind, last - 1) + 1))
     begin, until = spans[0][0], spans[-1][1]
     target, learned = tokens[begin:until], {index for span in spans for index in range(*span)}
     mask = [index in learned for index in range(begin, until)]
-    if not target or target[-1] not in (ends[weighed[-1] != said[-1]], tokenizer.eos_token_id):
+    if not target or target[-1] not in (ends[weighed[-1] != said[-1]], tokenizer.eos_token_id, *known_ends):
         if tokenizer.eos_token_id is None:
             raise InvalidInput("neither the tokenizer nor its chat template ends an answer: set `eos_token` in the "
                                "model's tokenizer_config.json")

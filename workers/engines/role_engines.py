@@ -83,7 +83,8 @@ class RoleEngines:
         rollout = None if stream is None else engine_class(ROLLOUTS[settings.rollout])
         shares = rollout is not None and rollout.shares_base
         frozen = _adapted(model, self.lora, spec.run.seed, settings, device, shares) if self.lora and here else []
-        self.end_tokens = [] if stream is None else end_tokens(tokenizer, _known_ends(model), **self.template_options)
+        self.known_ends = _known_ends(model)
+        self.end_tokens = [] if stream is None else end_tokens(tokenizer, self.known_ends, **self.template_options)
         self.routing = Routing.of(model) if settings.generation.routing_replay and stream is not None else None
         self.rollout = rollout and (rollout.build(
             model, tokenizer, settings, meshes.rollout, spec.run.seed, self.end_tokens, frozen,
@@ -317,5 +318,6 @@ def _adapted(model: PreTrainedModel, lora: Lora, seed: int, settings: RoleRun, d
 
 
 def _known_ends(model: PreTrainedModel) -> list[int]:
-    ends: Any = model.generation_config.eos_token_id if model.generation_config else None
+    """Return the tokens that end an answer by the model's own `generation_config.json`."""
+    ends: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return [ends] if isinstance(ends, int) else [*(ends or ())]

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from tokenizers_of_kinds import KINDS
+from tokenizers_of_kinds import KINDS, byte_level
 
 from distflow.errors import InvalidInput
 from workers.engines.chat import (
@@ -23,6 +23,9 @@ from workers.engines.chat import (
     text_tokens,
 )
 
+ROLES = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+OPENS_NEXT = ("{% for message in messages %}<|{{ message.role }}|>\n{{ message.content | trim }}{% endfor %}"
+              "{% if add_generation_prompt %}<|assistant|>\n{% endif %}")
 THINKS = {"opens_think", "strips_thinking"}  # their prompts, or last answers, have what the whole does not always have
 WORDS = ["What", "is", "3", "+", "The answer", "7.", "é", "日本", "🙂", "\n", "\n\n", " ", "  ", "<b>", "?", "user:"]
 CALLS = (  # a call is written instead of the message's text, and a result needs one
@@ -101,6 +104,20 @@ def test_answers_of_weight_0_are_not_learned(kind, left_out, said):
         assert text.removeprefix("<think>\n\n</think>\n\n").strip() == said
         row = [*found.prompt, *found.target]
         assert whole_tokens(tokenizer, messages)[: len(row) - 1] == row[:-1]
+
+
+def test_the_next_turn_ends_an_answer_where_the_model_says_so():
+    """As GLM's: no token of its own ends a turn, and `<|user|>` and `<|tool|>` are among the model's ends."""
+    tokenizer, messages = byte_level(OPENS_NEXT, ROLES, eos=ROLES[0]), talk("What?", "First.", "And?", "Second.")
+    user, tool = tokenizer.convert_tokens_to_ids(["<|user|>", "<|tool|>"])
+    messages[2]["role"] = "tool"
+    for known, said in (((user, tool), f"First.<|tool|>Second.{ROLES[0]}"), ((), f"First.Second.{ROLES[0]}")):
+        found = imitated_tokens(tokenizer, messages, turns="all", known_ends=known)
+        assert tokenizer.decode(learned_of(found)) == said
+        assert [*found.prompt, *found.target][:-1] == whole_tokens(tokenizer, messages)
+    messages[3]["weight"] = 0
+    assert tokenizer.decode(learned_of(imitated_tokens(tokenizer, messages, turns="all", known_ends=[tool]))) == \
+        "First.<|tool|>"
 
 
 def test_a_conversation_of_which_nothing_is_learned_is_refused():
