@@ -188,17 +188,23 @@ class ServedTurn:
 
 
 def find_tool_calls(text: str, name: str) -> tuple[str, list[ToolCall]]:
-    """Return the text before the calls of tools, and these, as Qwen and Hermes models write them; if one of them is
-    malformed, the whole text and none. `name` begins their ids."""
-    calls = []
-    for number, found in enumerate(_CALL.finditer(text)):
-        called = parsed_arguments(found[1])
-        arguments = called.get("arguments", {}) if isinstance(called, dict) else None
+    """Return the text before the calls of tools, and these, as Qwen and Hermes models write them, or with `parameters`
+    as Llama does; if one of them is malformed, the whole text and none. Calls within thoughts are none. `name` begins
+    their ids."""
+    calls, thoughts = list[ToolCall](), text.rfind("</think>") + 1
+    if "<think>" in text[thoughts:]:  # which do not end
+        return text, []
+    found = [*_CALL.finditer(text, thoughts)]
+    for number, match in enumerate(found):
+        called = parsed_arguments(match[1])
+        given = called.get("arguments", called.get("parameters")) if isinstance(called, dict) else False
+        given = parsed_arguments(given) if isinstance(given, str) and given.strip() else given
+        arguments = {} if given in (None, "") else given
         if not isinstance(arguments, dict) or not isinstance(called.get("name"), str):
             return text, []
         function = CalledFunction(name=called["name"], arguments=json.dumps(finite(arguments)))
         calls.append(ToolCall(id=f"call-{name}-{number}", function=function))
-    return (text.partition("<tool_call>")[0].strip() if calls else text), calls
+    return (text[: found[0].start()].strip() if calls else text), calls
 
 
 def response_body(request: ChatRequest | CompletionRequest, turn: ServedTurn, created: int,

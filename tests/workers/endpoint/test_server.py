@@ -161,6 +161,13 @@ def test_endpoint_reads_tool_calls_from_text(client, row):
     assert chunks[-1].choices[0].finish_reason == "length"
     assert client(row(CALL)).chat.completions.create(model="m", messages=ASKED).choices[0].message.content == CALL
     assert find_tool_calls("<tool_call>{}</tool_call>", "") == ("<tool_call>{}</tool_call>", [])
+    for given, meant in (('"parameters": {"a": 1}', {"a": 1}), ('"arguments": "{\\"a\\": 1}"', {"a": 1}),
+                         ('"arguments": null', {}), ('"arguments": ""', {}), ('"other": 1', {})):
+        before, (call,) = find_tool_calls(f'So. <tool_call>{{"name": "add", {given}}}</tool_call>', "")
+        assert (before, json.loads(call.function.arguments)) == ("So.", meant)
+    assert find_tool_calls(f"<think>{CALL}</think> 3", "")[1] == find_tool_calls(f"<think>{CALL}", "")[1] == []
+    thought, calls = find_tool_calls(f"<think>{CALL}</think> So: {CALL}", "")
+    assert (thought, len(calls)) == (f"<think>{CALL}</think> So:", 1)
 
 
 @pytest.mark.parametrize(("arguments", "same"), [

@@ -62,7 +62,7 @@ class MCPTools:
         _, calls = find_tool_calls(text, "")
         if calls:
             return Turn("\n".join([await self._call(each.function.name, each.function.arguments) for each in calls]))
-        if "<tool_call>" in text:
+        if "<tool_call>" in text.rpartition("</think>")[2]:
             return Turn('This is no call. Write  <tool_call>{"name": "NAME", "arguments": {}}</tool_call>')
         return Turn(done=True, reward=float("####" in text and _final(text) == self.expected))
 
