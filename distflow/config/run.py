@@ -223,8 +223,8 @@ class Data(Document):
     """Field with the right answer, or messages of which the last one of the assistant is the answer. Not needed if no
     reward and no node reads it."""
     targets: Literal["last", "all"] = "last"
-    """Assistant messages that supervised training imitates: the answer, or all without those of
-    `weight: 0`. Not with `images`."""
+    """Assistant messages that supervised training imitates: the answer, or all without those of `weight: 0` or
+    `loss: false` (or `train`, `trainable`, `loss_mask`). Not with `images`."""
     drop_answer: bool = False
     """Remove an assistant message at the end of a question, which the model would continue."""
     system_prompt: str | None = None

@@ -160,15 +160,24 @@ def _odd_texts(spec: Spec, name: str, records: Records) -> Iterator[str]:
     """Yield notes on records that are read otherwise than they are written, of the first ones. Raises InvalidInput: the
     answer that is imitated would continue that of the messages."""
     data, read, broken, continued = spec.run.data, min(len(records), _COMPARED), list[int](), list[int]()
+    imitates, rejected = data.answer in imitated_fields(spec), list[int]()
     for index, record in itertools.islice(read_blocks(records), read):
         broken += [index] * has_broken_text(record)
-        continued += [index] * (data.question in record and ends_with_answer(asked_and_answered(record, data)[0]))
+        rejected += [index] * (imitates and "completion" in record and record.get("label") is False)
+        if data.question in record:
+            asked, answer = asked_and_answered(record, data)
+            whole = imitates and ends_with_answer(answer) and len(answer) > 1
+            continued += [index] * (ends_with_answer(asked) and not whole)
+    if rejected:
+        yield f"{len(rejected)} of {read} records of {name} have `label: false`, such as " \
+              f"{records.location(rejected[0])}, and are imitated as the others are. Leave them out:  " \
+              "--set data.filter=label"
     if broken:
         yield f"{len(broken)} of {read} records of {name} have half of a surrogate pair in a text, such as " \
               f"{records.location(broken[0])}: it becomes U+FFFD, and `data/texts_mended` counts such records"
     form = form_in_use(records)
     asked = form.question if form else data.question
-    if continued and holds_answer(asked) and data.answer in imitated_fields(spec):
+    if continued and holds_answer(asked) and imitates:
         what = f"the messages of `{asked}` end with an answer, which `{data.answer}` would continue"
         raise InvalidInput(Diagnostic(what, records.location(continued[0]),
                                       f"To learn the messages:  --set data.answer={asked}"))

@@ -34,7 +34,8 @@ from distflow.data.problems import (
     Record,
     answer_error,
     answer_text,
-    differs_from_question,
+    conversation_error,
+    ends_with_answer,
     has_other_parts,
     holds_answer,
     is_conversation,
@@ -158,8 +159,9 @@ def _open_file(path: Path) -> Records:
         other = bare if bare.suffix in kinds else path.with_stem(f"{path.stem}-unpacked")
         hint = f"Unpack it:  {packed} -dc {shlex.quote(str(path))} > {shlex.quote(str(other))}"
     elif path.suffix == ".csv":
-        hint += "\nInstead:  " + _python(f"import pandas; pandas.read_csv({str(path)!r}).to_json("
-                                         f"{str(path.with_suffix('.jsonl'))!r}, orient='records', lines=True)")
+        program = f"import pandas; pandas.read_csv({str(path)!r}).to_json({str(path.with_suffix('.jsonl'))!r}, " \
+                  "orient='records', lines=True)"
+        hint += f"\nInstead:  python -c {shlex.quote(program)}"
     what = f"it is packed by {packed}" if packed else f"unknown kind of data: `{path.suffix or path.name}`"
     raise InvalidInput(Diagnostic(what, Location(str(path)), hint))
 
@@ -310,6 +312,7 @@ class RequiredFields:
     """Those of `texts` that become tokens, so that a list or a mapping is none."""
     images: bool = True
     """Whether messages may have parts that are no text."""
+    answer: str = ""
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -330,7 +333,7 @@ class RequiredFields:
 def fields_of(data: Data, own: Iterable[str], answers: bool = True, imitated: Set[str] = frozenset()) -> RequiredFields:
     """Return the fields that a run needs of each record: the question, the answer if it is read, and `own`."""
     return RequiredFields(data.question, (*([data.answer] if answers else ()), *own), data.tools, data.strict, imitated,
-                          data.images is not None)
+                          data.images is not None, data.answer)
 
 
 def check_records(records: Records, fields: RequiredFields, nth: int = 1,
@@ -419,7 +422,8 @@ def _remedy(name: str, record: Record, fields: RequiredFields) -> str:
         return f"{listing(listed, 'It has')}\nTo learn the messages:  --set data.question={whole}"
     asked = record.get(fields.question)
     role = asked[-1].get("role") if isinstance(asked, list) and asked and isinstance(asked[-1], dict) else None
-    if name == taken["answer"] and isinstance(role, str) and role not in ("user", "assistant"):
+    answered = isinstance(asked, list) and any(ends_with_answer([each]) for each in asked)
+    if name == taken["answer"] and isinstance(role, str) and role != "assistant" and (answered or role != "user"):
         return f"Its messages end with the role {abbreviated(role)}. An answer has the role `assistant`."
     free = [each for each in listed if each not in taken.values()]
     meant = {key: next((each for pattern in _SYNONYMS[key] for each in free
@@ -455,15 +459,11 @@ def _requirement(record: Record, name: str, fields: RequiredFields) -> str:
     if fields.is_empty_field(name, record[name]):
         return _FILLED
     value = record[name]
-    if name != fields.question and differs_from_question(value, asked):
-        return "an answer to the question of its record, and it is a conversation about another one"
+    if name != fields.question and (wrong := conversation_error(value, asked, name == fields.answer)):
+        return wrong
     if not fields.images and has_other_parts(value):
         return ONLY_TEXT
     return question_error(value) if name == fields.question else answer_error(value, name in fields.imitated)
-
-
-def _python(program: str) -> str:
-    return f"python -c {shlex.quote(program)}"
 
 
 class JsonLines:
@@ -489,7 +489,7 @@ class JsonLines:
                       "read if isinstance(read, list) else [read]), sep='\\n')"
             raise InvalidInput(Diagnostic("this is one JSON document, and data is read as JSON lines: an object in "
                                           "each line", self.location(0),
-                                          f"Instead:  {_python(program)} > {shlex.quote(str(other))}"))
+                                          f"Instead:  python -c {shlex.quote(program)} > {shlex.quote(str(other))}"))
 
     def _is_document(self) -> bool:
         """Return whether the file is one list, which begins in its first line, or an object that does not end there."""

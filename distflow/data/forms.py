@@ -16,17 +16,22 @@ from typing import Any
 
 from distflow.config.expressions import OWN_FILTER
 from distflow.config.run import Data
-from distflow.data.problems import answer_text, holds_answer, is_conversation
+from distflow.data.problems import LEARNED, answer_text, holds_answer, is_conversation
 from distflow.errors import Diagnostic, InvalidInput, abbreviated
 
 Record = dict[str, Any]
 QUESTION, ANSWER = (str(Data.model_fields[name].default) for name in ("question", "answer"))
+OF_QUESTIONS = ("system", "system_prompt", "context", "passage")
+"""Fields by whose names their text belongs to the question."""
 _ABSENT = object()
 _TURNS = (("role", "content"), ("role", "tool_calls"), ("from", "value"), ("from", "content"))
 """Pairs of keys by one of which a mapping is a message."""
+_CALL = "tool_call"
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
-          "observation": "tool"} | {role: role for role in ("user", "assistant", "system", "tool")}
+          "observation": "tool", "tool_response": "tool", "function_call": _CALL} | {
+              role: role for role in ("user", "assistant", "system", "tool", _CALL)}
 """Roles of messages by the names that data sets have for them, in small letters. Another role stays as it is."""
+_SPEAKERS = re.compile(r"\n\n(Human|Assistant): ?")
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ def reader_of(data: Data) -> Callable[[Record], Record]:
             result[data.answer] = [*map(answer_text, answer)]  # each is right; as numbers they would be an interval
         whole = data.answer not in result and holds_answer(form.question if form else data.question)
         if whole and is_conversation(asked := result.get(data.question)):
-            result[data.question], result[data.answer] = asked[:-1], asked[-1:]
+            result[data.question], result[data.answer] = asked[:-1], asked
         return result
 
     return read
@@ -122,7 +127,12 @@ def _is_number(value: Any) -> bool:
 
 def as_messages(value: Any) -> Any:
     """Return a conversation as messages with `role` and `content`, by the roles that templates know: also those of
-    ShareGPT (`from`, `value`), of `User` and `model`, one message, or JSON text of any. Whatever else it is stays."""
+    ShareGPT (`from`, `value`), of `User` and `model`, one message, JSON text of any, or text in which `Human:` and
+    `Assistant:` speak in turn. Whatever else it is stays."""
+    if isinstance(value, str) and value.startswith("\n\nHuman:"):
+        speakers, texts = (_SPEAKERS.split(value)[first::2] for first in (1, 2))
+        return [{"role": _role(speaker), "content": text.strip()}
+                for speaker, text in zip(speakers, texts)]
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") and ('"role"' in value or '"from"' in value):
         parsed = _parsed(value)
         turns = parsed if isinstance(parsed, list) else [parsed]
@@ -131,11 +141,35 @@ def as_messages(value: Any) -> Any:
     if isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value:
         value = [value]
     if isinstance(value, list) and value and all(map(_is_sharegpt, value)):
-        return [{"role": _role(turn["from"]), "content": turn.get("value", turn.get("content")),
-                 **{key: each for key, each in turn.items() if key == "weight"}} for turn in value]
-    if isinstance(value, list) and any(_role(turn) != turn for turn in map(_own_role, value)):
-        return [{**turn, "role": _role(turn["role"])} if _own_role(turn) else turn for turn in value]
+        return _with_calls([{"role": _role(turn["from"]), "content": turn.get("value", turn.get("content")),
+                             **{key: each for key, each in turn.items() if key in LEARNED}} for turn in value])
+    if isinstance(value, list) and any(_role(turn) != turn or turn == _CALL for turn in map(_own_role, value)):
+        return _with_calls([{**turn, "role": _role(turn["role"])} if _own_role(turn) else turn for turn in value])
     return value
+
+
+def _with_calls(messages: list[Any]) -> list[Any]:
+    """Return messages with the calls of tools that LLaMA-Factory and ms-swift write as messages of their own, within
+    messages of the assistant: calls that follow each other, or its text, are one message."""
+    result: list[Any] = []
+    for message in messages:
+        if _own_role(message) != _CALL:
+            result.append(message)
+            continue
+        parsed = _parsed(message["content"]) if isinstance(message.get("content"), str) else message.get("content")
+        calls = parsed if isinstance(parsed, list) else [parsed]
+        if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+            raise InvalidInput(Diagnostic(f"a message of `{_CALL}` must be JSON as {{\"name\": …, \"arguments\": "
+                                          f"{{…}}}}, not {abbreviated(message.get('content'))}"))
+        flags = {key: message[key] for key in LEARNED if key in message}
+        before = result[-1] if result and _own_role(result[-1]) == "assistant" else None
+        if before is None or {key: before[key] for key in LEARNED if key in before} != flags:
+            result.append(before := {"role": "assistant", "content": "", **flags})
+        else:
+            result[-1] = before = dict(before)
+        before["tool_calls"] = [*(before.get("tool_calls") or ()),
+                                *({"type": "function", "function": call} for call in calls)]
+    return result
 
 
 def _parsed(text: str) -> Any:
@@ -196,7 +230,8 @@ def columns_of(data: Data, names: list[str]) -> list[str] | None:
         return None
     fields += [data.question, data.answer, *filter(None, (data.tools, data.images))]
     fields += [word for text in data.filter for word in re.findall(r"\w+", text)]
-    fields += [field for form in forms for field in form.fields] + ["system", "history"] * bool(forms)
+    fields += [field for form in forms for field in form.fields] + ["history"] * bool(forms)
+    fields += ["tools", "label", *OF_QUESTIONS]  # of which notes speak
     return [name for name in names if name in {*map(_column_of(names), fields)}]
 
 

@@ -17,6 +17,10 @@ _PYTHON_TEXT = re.compile(r"\s*\[?\s*\{\s*'\w+':.*[\]}]\s*\Z", re.DOTALL)
 _PYTHON = "JSON or a list: Python has written its messages as text; write them by `json.dumps`"
 _TOOLS = 'a list of tools as {"type": "function", "function": {…}}, or JSON text of one'
 ONLY_TEXT = "messages whose parts are all text, since the run file names no field with images"
+LEARNED = ("weight", "loss", "loss_mask", "train", "trainable", "training")
+"""Names under which a message of the assistant says whether it is learned, as `weight: 0` or `loss: false`."""
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Names under which messages have their reasoning: each chat template knows one."""
 NAME_IMAGES = "Say which field has them:  --set data.images=FIELD"
 CONVERSATION = "a conversation: a list of messages that ends with an answer of the assistant"
 _MESSAGES = 'a list of messages as {"role": "assistant", "content": …}'
@@ -43,13 +47,13 @@ def asked_messages(asked: str | list[Message], data: Data) -> list[Message]:
 
 def asked_and_answered(record: Record, data: Data) -> tuple[Any, Any]:
     """Return the question and the answer of a record. Where both are one field, or `holds_answer` says so, they are a
-    conversation: its last message is the answer, what precedes it the question. With `data.drop_answer` it is left out
-    of the question in any case."""
+    conversation, which is the answer: what precedes its last message is the question. With `data.drop_answer` it is
+    left out of the question in any case."""
     asked, answer = record[data.question], record.get(data.answer, "")
     if not is_conversation(asked):
         return asked, answer
     if answer == asked or (data.answer not in record and holds_answer(data.question)):
-        return asked[:-1], asked[-1:]
+        return asked[:-1], asked
     return asked[:-1] if data.drop_answer else asked, answer
 
 
@@ -60,21 +64,38 @@ def holds_answer(field: str) -> bool:
 
 
 def conversation_of(record: Record, data: Data) -> list[Message]:
-    """Return a record's question and answer as the messages of one conversation; an answer that the question begins is
-    one message with it."""
-    messages, (_, answer) = messages_of(record, data), asked_and_answered(record, data)
-    said = _message(answer[-1], data) if ends_with_answer(answer) else \
-        {"role": "assistant", "content": answer_text(answer)}
-    if messages[-1]["role"] != "assistant":
-        return [*messages, said]
-    begun = f"{content_text(messages[-1].get('content'))}{content_text(said.get('content'))}"
-    return [*messages[:-1], {**messages[-1], **said, "content": begun}]
+    """Return a record's question and answer as the messages of one conversation; an answer of one message that the
+    question begins is one message with it."""
+    asked, answer = asked_and_answered(record, data)
+    messages, several = asked_messages(asked, data), ends_with_answer(answer) and len(answer) > 1
+    if not ends_with_answer(answer):
+        answer = [{"role": "assistant", "content": answer_text(answer)}]
+    own = answer if begins_with_answer(answer) and answer[:-1] != asked else answer[-1:]
+    said = [_message(message, data) for message in own]
+    if several or messages[-1]["role"] != "assistant":
+        return [*messages, *said]
+    begun = f"{content_text(messages[-1].get('content'))}{content_text(said[0].get('content'))}"
+    return [*messages[:-1], {**messages[-1], **said[0], "content": begun}]
 
 
 def ends_with_answer(value: Any) -> TypeGuard[list[Any]]:
     """Return whether a field has messages of which the last one is the assistant's."""
     return isinstance(value, list) and bool(value) and isinstance(value[-1], dict) and \
         value[-1].get("role") == "assistant"
+
+
+def begins_with_answer(value: Any) -> bool:
+    """Return whether a field has the messages of an answer alone, as a completion of several turns."""
+    return ends_with_answer(value) and isinstance(value[0], dict) and value[0].get("role") == "assistant"
+
+
+def conversation_error(value: Any, asked: Any, answer: bool) -> str:
+    """Return the requirement that messages in a field fail; "" if there is none. `answer`: they are the record's
+    answer, which may have several turns; of other fields the text of the last message alone is taken."""
+    if differs_from_question(value, asked) and not (answer and begins_with_answer(value)):
+        return "an answer to the question of its record, and it is a conversation about another one"
+    calls = not answer and ends_with_answer(value) and value[-1].get("tool_calls")
+    return "an answer without calls of tools, since its text alone is taken" if calls else ""
 
 
 def is_conversation(value: Any) -> TypeGuard[list[Any]]:
@@ -87,7 +108,7 @@ def differs_from_question(value: Any, asked: Any) -> bool:
     if not ends_with_answer(value) or not value[:-1]:
         return False
     asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-    return value[:-1] != (asked[:-1] if ends_with_answer(asked) else asked)
+    return value[:-1] != asked and (not ends_with_answer(asked) or value[:-1] != asked[:-1])
 
 
 def tools_of(record: Record, data: Data) -> list[dict[str, Any]] | None:
@@ -246,9 +267,14 @@ def has_other_parts(value: Any) -> bool:
 
 
 def _message(message: Message, data: Data) -> Message:
-    """Return a message as templates take it. Where no field has images, its parts are one text, since such templates
-    trim or print what they take for one."""
+    """Return a message as templates take it, with its reasoning under each name that one knows, and `weight: 0` if it
+    is not learned. Where no field has images, its parts are one text, since such templates trim or print what they take
+    for one."""
     found = {name: _without_nulls(value) for name, value in message.items() if value is not None or name == "content"}
+    if thoughts := [found[name] for name in _THOUGHTS if isinstance(found.get(name), str)]:
+        found = dict.fromkeys(_THOUGHTS, thoughts[0]) | found
+    if any(found.get(name) in (0, False) for name in LEARNED):
+        found["weight"] = 0
     if data.images is None and isinstance(found.get("content"), list):
         if has_other_parts([message]):
             raise InvalidInput(Diagnostic(f"a question must be {ONLY_TEXT}", None, NAME_IMAGES))

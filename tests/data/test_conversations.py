@@ -37,6 +37,8 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "preferences with a prompt": ({"prompt": ASKED, "chosen": TURNS[-1:], "rejected": WORSE[-1:]},
                                   {"columns": ["chosen", "rejected"]}),
     "preferences of texts": ({"prompt": ASKED, "chosen": "2", "rejected": "3"}, {"columns": ["chosen", "rejected"]}),
+    "texts of two speakers": ({name: f"\n\nHuman: 1 + 1?\n\nAssistant: {answer}" for name, answer in (
+        ("chosen", 2), ("rejected", 3))}, {"columns": ["chosen", "rejected"]}),
     "the answer beside": ({"messages": TURNS, "answer": "2"}, {"question": "messages", "drop_answer": True}),
 }
 
@@ -53,8 +55,9 @@ def read(folder: Path, record: dict[str, Any], **settings: Any) -> tuple[dict[st
 def test_a_conversation_has_its_question_and_its_answer(tmp_path, form):
     record, data = read(tmp_path, FORMS[form][0], **FORMS[form][1])
     asked, answer = asked_and_answered(record, data)
-    assert (asked, answer_text(answer)) == (ASKED, "2")
-    assert conversation_of(record, data) == TURNS
+    wanted = TURNS[-2:] if form == "texts of two speakers" else TURNS  # which have no message of the system
+    assert (asked, answer_text(answer)) == (wanted[:-1], "2")
+    assert conversation_of(record, data) == wanted
     assert {name: answer_text(record[name]) for name in data.columns if name == "rejected"} == \
         ({"rejected": "3"} if "rejected" in data.columns else {})
 
@@ -65,7 +68,60 @@ def test_a_begun_answer_is_continued(tmp_path):
     assert conversation_of(record, data)[-1] == {"role": "assistant", "content": "It is 2"}
 
 
+CALL = {"name": "add", "arguments": {"a": 1, "b": 1}}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]}
+RESULT, SAID = {"role": "tool", "content": "2"}, {"role": "assistant", "content": "It is 2."}
+SHAREGPT_CALL = [{"from": "human", "value": "1 + 1?"}, {"from": "function_call", "value": json.dumps(CALL)},
+                 {"from": "observation", "value": "2"}, {"from": "gpt", "value": "It is 2."}]
+SEVERAL: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {  # turns of an answer, as they are learned
+    "two messages of the assistant": ({"messages": [*TURNS, SAID]}, [*TURNS, SAID]),
+    "a completion of several turns": ({"prompt": ASKED, "completion": [CALLED, RESULT, SAID]},
+                                      [*ASKED, CALLED, RESULT, SAID]),
+    "calls as LLaMA-Factory has them": ({"conversations": SHAREGPT_CALL}, [ASKED[1], CALLED, RESULT, SAID]),
+    "calls as ms-swift has them": (
+        {"messages": [ASKED[1], {"role": "tool_call", "content": json.dumps(CALL)},
+                      {"role": "tool_response", "content": "2"}, SAID]}, [ASKED[1], CALLED, RESULT, SAID]),
+    "calls that follow each other, behind a text": (
+        {"messages": [ASKED[1], SAID, *[{"role": "tool_call", "content": json.dumps(CALL)}] * 2, RESULT, SAID]},
+        [ASKED[1], {**SAID, "tool_calls": CALLED["tool_calls"] * 2}, RESULT, SAID]),
+    "a call that is not learned": (
+        {"messages": [ASKED[1], {"role": "tool_call", "content": json.dumps(CALL), "loss": False}, RESULT, SAID]},
+        [ASKED[1], {**CALLED, "loss": False, "weight": 0}, RESULT, SAID]),
+    "reasoning under one of its names": (
+        {"messages": [ASKED[1], {**SAID, "reasoning": "1 + 1"}]},
+        [ASKED[1], {**SAID, **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "1 + 1")}]),
+    **{f"{name} of an answer that is not learned": (
+        {"conversations": [SHAREGPT_CALL[0], {**SHAREGPT_CALL[3], name: value}, *SHAREGPT_CALL[::3]]},
+        [ASKED[1], {**SAID, name: value, "weight": 0}, ASKED[1], SAID])
+       for name, value in (("loss", False), ("train", False), ("trainable", 0), ("loss_mask", 0))},
+}
+
+
+@pytest.mark.parametrize("form", SEVERAL)
+def test_an_answer_of_several_turns_is_learned_as_it_is_written(tmp_path, form):
+    record, turns = SEVERAL[form]
+    assert conversation_of(*read(tmp_path, record)) == turns
+    settings = [f"data.train={tmp_path / 'data.jsonl'}", "data.batch=1", "data.targets=all"]
+    assert all("read in" in note for note in check_data(load("sft", None, settings)))
+
+
+def test_rejected_answers_are_noted_where_answers_are_imitated(tmp_path):
+    rows = [{"prompt": f"{number} + 1?", "completion": "2", "label": number == 1} for number in range(3)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = [f"data.train={tmp_path / 'data.jsonl'}", "data.batch=1"]
+    noted = [note for note in check_data(load("sft", None, settings)) if "label: false" in note]
+    assert [note[:14] for note in noted] == ["2 of 3 records"]
+    kept = check_data(load("sft", None, [*settings, "data.filter=label"]))
+    assert [note for note in kept if "label: false" in note] == []
+    assert any("keeps 1 of the 3" in note for note in kept)
+
+
 @pytest.mark.parametrize(("record", "settings", "says"), [
+    ({"chosen": [*ASKED, CALLED], "rejected": TURNS}, {"columns": ["chosen", "rejected"]},
+     "field `chosen` must be an answer without calls of tools"),
+    ({"messages": [ASKED[1], {"role": "tool_call", "content": "add(1, 1)"}, RESULT, SAID]}, {},
+     "a message of `tool_call` must be JSON"),
+    ({"messages": [*TURNS, ASKED[1]]}, {}, "Its messages end with the role 'user'"),
     ({"messages": ASKED}, {"question": "messages", "answer": "messages"},
      "field `messages` must be a conversation: a list of messages that ends with an answer of the assistant"),
     ({"prompt": [{"role": "user", "content": "2 + 2?"}], "chosen": TURNS, "rejected": WORSE},

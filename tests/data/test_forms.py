@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from distflow.config.run import Data
 from distflow.data.dataset import check_records, fields_of, open_records
-from distflow.data.forms import reader_of
+from distflow.data.forms import columns_of, reader_of
 from distflow.data.problems import answer_text, messages_of
 from distflow.errors import InvalidInput
 
@@ -185,6 +185,11 @@ def test_what_has_no_text_is_no_answer(tmp_path: Path, value: Any) -> None:
     data = Data(train="")
     with pytest.raises(InvalidInput, match="field `answer` must be text"):
         check_records(open_records(tmp_path / "a.parquet", data), fields_of(data, ()))
+
+
+def test_tables_have_the_fields_of_which_notes_speak() -> None:
+    names = ["messages", "tools", "label", "context", "wide"]
+    assert columns_of(Data(train=""), names) == names[:-1]
 
 
 def test_two_fields_of_one_name_are_to_be_named() -> None:

@@ -1,6 +1,6 @@
 """Proves that the first records can be learned from: fields that are probably not the ones that were meant.
 
-    answers      are not all the same, not the question, not a count of the records, and do not end the question
+    answers      are not all the same, not a count of the records, not the question and not behind it, and do not end it
     choices      a question that offers letters has one of them as its answer
     pairs        the chosen and the rejected answer of a record differ
     tool calls   have arguments that are JSON, and name a tool of the record
@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from distflow.data.forms import OF_QUESTIONS
 from distflow.data.problems import (
     Message,
     Record,
@@ -31,8 +32,6 @@ _ENOUGH = 8
 """Records from which on it is no accident that all of them have something in common."""
 _LONG = 4
 """Characters of an answer from which on a question hardly ends with it by accident."""
-_OF_QUESTIONS = ("system", "system_prompt", "context", "passage")
-"""Fields by whose names their text belongs to the question."""
 _OFFER = re.compile(r"(?:^|[\s(\[])([A-J]|[a-j])[).:\]]\s", re.MULTILINE)
 
 
@@ -61,6 +60,11 @@ def _answers_are_not_in_questions(records: FirstRecords) -> Iterator[FailedProof
     pairs = [(question.strip(), answer.strip()) for question, answer in zip(records.questions, records.answers)]
     same = [index for index, (question, answer) in enumerate(pairs) if question == answer]
     yield from records.failed(same, " has its question as its answer, too", _other_field(records), doubt=True)
+    begins = [index for index, (question, answer) in enumerate(pairs)
+              if question != answer and len(question) >= _LONG and answer.startswith(question)]
+    if 2 * len(begins) > len(records):
+        yield from records.failed(begins, " has an answer that begins with its question, which the model then learns "
+                                  "to repeat", "Take the questions out of the answers.", doubt=True)
     ends = [index for index, (question, answer) in enumerate(pairs)
             if question != answer and _ends_with(question, answer)]
     if 2 * len(ends) > len(records):
@@ -113,7 +117,7 @@ def _tools_are_named(records: FirstRecords) -> Iterator[FailedProof]:
 def _questions_are_whole(records: FirstRecords) -> Iterator[FailedProof]:
     asked = [" ".join(content_text(message.get("content")) for message in messages_of(row, records.data))
              for row in records.rows]
-    for name in (each for each in _OF_QUESTIONS if each not in records.data.columns.values()):
+    for name in (each for each in OF_QUESTIONS if each not in records.data.columns.values()):
         texts = [(index, row.get(name)) for index, row in enumerate(records.rows)]
         unread = [index for index, text in texts if isinstance(text, str) and text.strip() not in asked[index]]
         yield from records.failed(unread, f" has a text in its field `{name}`, which its prompt does not show",

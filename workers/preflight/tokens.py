@@ -129,7 +129,8 @@ class _Rendered:
     def header(self) -> str:
         """What the template writes between the prompt and the answer."""
         text, said = _EMPTY_TAGS.sub("", self.answered.removeprefix(self.text)).lstrip(), self.answer.strip()
-        if not said or not self.answered.startswith(self.text) or text.startswith(said):
+        follows = self.messages[-1]["role"] == "assistant" and len(self.whole) > len(self.messages)
+        if not said or follows or not self.answered.startswith(self.text) or text.startswith(said):
             return ""
         between, found, _ = text.partition(said)
         return between.strip() if found else ""
@@ -158,6 +159,8 @@ class _TokenTrial:
         tools = tools_of(row, self.data)
         try:
             messages, whole = messages_of(row, self.data), conversation_of(row, self.data)
+            if self.imitates and len(whole) > len(messages):
+                messages = whole[:-1]  # an answer may have several turns
             return _Rendered(messages, answer, render_prompt(self.tokenizer, messages, tools, **options),
                              prompt_tokens(self.tokenizer, messages, tools, **options),
                              render_whole(self.tokenizer, messages, tools, **options), whole,

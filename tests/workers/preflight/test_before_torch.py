@@ -29,6 +29,10 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
                                   "has its question as its answer"),
     "questions end with their answers": (Task([{**each, "question": f"{each['question']}\n{each['answer']}"}
                                                for each in ANSWERED]), False, "ends with its answer"),
+    "chosen answers begin with their questions": (
+        Task([{**each, **{name: f"{each['question']} {each[name]}" for name in ("answer", "chosen", "rejected")}}
+              for each in PAIRS], dag="dpo", data={"columns": ["chosen", "rejected"]}), False,
+        "has an answer that begins with its question"),
     "choices in another case": (Task([{**each, "answer": each["answer"].lower()} for each in CHOICES]), False,
                                 "offers the choices A B C, and its answer is `a`"),
     "chosen is rejected": (Task([{**each, "rejected": each["chosen"]} for each in PAIRS], dag="dpo",

@@ -137,6 +137,11 @@ GOOD = {
     "all turns of conversations": Task([{"messages": [*HELLO, *each["question"], {
         "role": "assistant", "content": each["answer"]}]} for each in ASKED],
                                        data={"question": "messages", "answer": "messages", "targets": "all"}),
+    "two messages of the assistant": Task([{"messages": [*each["question"], HELLO[1], {
+        "role": "assistant", "content": each["answer"]}]} for each in ASKED], data={**WHOLE, "targets": "all"}),
+    "a completion of several turns": Task([{"prompt": each["question"], "completion": [HELLO[1], HELLO[0], {
+        "role": "assistant", "content": each["answer"]}]} for each in ASKED],
+        data={"question": "prompt", "answer": "completion"}),
     "tool calls": Task(CALLED, data={"tools": "tools"}, model=with_tools, tokenizer=partial(tokenizer, WRITES_CALLS)),
     "results that the template writes as JSON": Task(
         [{**each, "question": [*each["question"][:2], {"role": "tool", "content": '{"r": "2"}'}]} for each in CALLED],
