@@ -218,6 +218,11 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str, bool]:
     if folder is None:
         return f"there is no model folder `{path}`" + (f", and {fetched(hub)}" if hub else ""), remedy, False
     if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            merge = f"m = peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
+            return f"`{shown(folder)}` has an adapter, and not the model that it belongs to", \
+                f"Merge both, and copy the tokenizer's files:  python -c \"import peft; {merge}; " \
+                "m.save_pretrained('merged')\"", False
         return f"`{shown(folder)}` is no model folder: it has no config.json", remedy, False
     if needs_code(folder):
         return *refusal(folder, f"`{shown(folder)}`"), False

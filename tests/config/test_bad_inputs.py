@@ -146,6 +146,7 @@ RUNS = [
          "heads (4) must be a multiple of kv_heads (3)"),
     case("missing_model", 5, "no/such/model", "there is no model folder `no/such/model`", "config.json, *.safetensors"),
     case("model_without_config", 5, "../models/no_config", "it has no config.json"),
+    case("model_of_an_adapter", 5, "../models/adapter", "has an adapter, and not the model", "merge_and_unload()"),
     case("model_with_bad_config", 5, "../models/bad_config", "not the configuration of a language model"),
     case("model_with_partial_config", 5, "../models/partial", "it has no 'num_hidden_layers'"),
     case("model_of_unknown_family", 5, "../models/unknown", "does not know its `model_type: unheard-of`",
