@@ -105,7 +105,7 @@ async def judge(completion: str, answer: str, question: str, *,
     reply = await _answer(api, text, model, max_tokens, temperature)
     if score is None:
         return min(1.0, max(0.0, _read_score(reply, highest)))
-    found = re.findall(score, reply)
+    found = re.findall(score, _behind_thoughts(reply))
     if not found:
         raise ValueError(f"the judge gave no score that `{score}` finds: {reply[-200:]!r}")
     return min(1.0, max(0.0, float(found[-1]) / highest))
@@ -136,7 +136,8 @@ def _share(number: tuple[str | None, ...], highest: float) -> float:
 
 
 def _behind_thoughts(reply: str) -> str:
-    return reply.rpartition("</think>")[2]
+    """Return what a judge says without its thoughts, which may be cut off."""
+    return reply.rpartition("</think>")[2].partition("<think>")[0]
 
 
 @reward(timeout=60.0, retries=2, concurrency=16, check=_wrong_rubric)
