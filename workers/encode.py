@@ -225,6 +225,7 @@ def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: 
     data, fields = spec.run.data, training_fields(spec)
     training = open_training_sets(data, spec.data_path)
     opened = [*training.values()]
+    ends = role.known_ends if tokenizer in (None, role.tokenizer) else ()
     tokenizer, too_long = tokenizer or role.tokenizer, None
     images = image_encoder_of(role, data, data_file(spec, next(iter(data.train))))
     if images:
@@ -234,5 +235,5 @@ def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: 
     sets = [UsableRecords(records, fields, too_long) for records in opened]
     names = [each.name for each in opened if isinstance(each, LabelledRecords)]
     records = sets[0] if len(sets) == 1 else Mixture(sets, data.turns, names)
-    encode = encoder(tokenizer, data, images, plan, sampled_elsewhere, role.known_ends)
+    encode = encoder(tokenizer, data, images, plan, sampled_elsewhere, ends)
     return Dataloader(records, encode, data.batch, spec.run.seed, share, layout, data_files(spec, training))
