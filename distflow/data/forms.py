@@ -28,7 +28,7 @@ _TURNS = (("role", "content"), ("role", "tool_calls"), ("from", "value"), ("from
 """Pairs of keys by one of which a mapping is a message."""
 _CALL = "tool_call"
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
-          "observation": "tool", "tool_response": "tool", "function_call": _CALL} | {
+          "developer": "system", "observation": "tool", "tool_response": "tool", "function_call": _CALL} | {
               role: role for role in ("user", "assistant", "system", "tool", _CALL)}
 """Roles of messages by the names that data sets have for them, in small letters. Another role stays as it is."""
 _SPEAKERS = re.compile(r"\n\n(Human|Assistant): ?")

@@ -85,6 +85,8 @@ READ = {  # form → record, settings, question as messages, answer, columns
     "roles with capitals": ({"messages": as_roles("User", "Assistant")}, {}, ASKED, "2", {}),
     "role model": ({"messages": as_roles("user", "model")}, {}, ASKED, "2", {}),
     "roles human and gpt": ({"messages": as_roles("human", "gpt")}, {}, ASKED, "2", {}),
+    "role developer": ({"messages": [{"role": "developer", "content": "Add."}, *TURNS]}, {},
+                       [{"role": "system", "content": "Add."}, *ASKED], "2", {}),
     "role Human in a prompt": ({"prompt": as_roles("Human", "")[:1], "answer": "2"}, {}, ASKED, "2", {}),
     "ShareGPT with capitals": ({"conversations": [{"from": "Human", "value": "1 + 1?"},
                                                   {"from": "Model", "value": "2"}]}, {}, ASKED, "2", {}),
