@@ -67,7 +67,7 @@ def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
 
     The program is the completion's last Python block that is no example of using an earlier one (see `program_of`). It
     runs with the packages of this environment. The metric `code/missing_module` is the share of programs that import
-    one that is not there.
+    one that is not there, `code/timed_out` that of programs that a machine with other work may have ended too soon.
 
     The data's column `tests` holds either Python that raises on failure, such as `assert add(1, 2) == 3`, or a list of
     such texts, which run after the program with its names, each text as one test; or JSON, a list of {"input": text,
@@ -94,11 +94,12 @@ def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
 
 def _graded(program: str, tests: str, run: Callable[[str, str], Outcome], partial: bool) -> float:
     """Return the share of tests that a program passes, or without `partial` whether it passes all; report modules that
-    it imports and that are missing."""
-    missing: set[str] = set()
+    it imports and that are missing, and whether its time was over."""
+    missing, ends = set[str](), set[str]()
 
     def watched(program: str, stdin: str) -> Outcome:
         outcome = run(program, stdin)
+        ends.add(outcome.ended)
         missing.update(() if outcome.ok else _MISSING.findall(outcome.stderr)[-1:])
         return outcome
 
@@ -108,6 +109,7 @@ def _graded(program: str, tests: str, run: Callable[[str, str], Outcome], partia
         if not (right or partial):
             break
     metric("code/missing_module", float(bool(missing)))
+    metric("code/timed_out", float("time" in ends))
     for name in missing:
         _tell_missing(name)
     return sum(results) / len(results) if partial or all(results) else 0.0

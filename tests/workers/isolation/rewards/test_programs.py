@@ -74,7 +74,8 @@ def test_programs_import_packages_and_a_missing_one_is_told(capsys):
     with recording(metrics):
         assert code(total, tests) == 1.0
         assert code(total.replace("import numpy", "import numpy_of_another_place as numpy"), tests) == 0.0
-    assert [*map(list, metrics.means())] == [["code/missing_module", 1.0, 2.0]]
+        assert code("import time\nprint(6, flush=True)\ntime.sleep(60)", tests, seconds=1.0) == 0.0
+    assert [*map(list, metrics.means())] == [["code/missing_module", 1.0, 3.0], ["code/timed_out", 1.0, 3.0]]
     assert "imports `numpy_of_another_place`, which this environment does not have" in capsys.readouterr().out
 
 
