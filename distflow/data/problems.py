@@ -272,7 +272,8 @@ def _message(message: Message, data: Data) -> Message:
     for one."""
     found = {name: _without_nulls(value) for name, value in message.items() if value is not None or name == "content"}
     if thoughts := [found[name] for name in _THOUGHTS if isinstance(found.get(name), str)]:
-        found = dict.fromkeys(_THOUGHTS, thoughts[0]) | found
+        both = found.get("tool_calls") and found.get("content")  # beside which gpt-oss refuses `thinking`
+        found = dict.fromkeys(_THOUGHTS[: 2 if both else 3], thoughts[0]) | found
     if any(found.get(name) in (0, False) for name in LEARNED):
         found["weight"] = 0
     if data.images is None and isinstance(found.get("content"), list):
