@@ -35,7 +35,7 @@ CURRENCIES = "€£¥₹₩₽₺₫₦฿"
 _HAN = r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]+"
 IDEOGRAPHS = re.compile(_HAN)
 NEGATING = re.compile("[不没沒无無非或负負]|ない|아니")
-_COUNTING = re.compile("[多余餘几]|分之|^[〇一二三四五六七八九十百万萬亿億兆两半成折]|^千(?![米克瓦卡])")
+_COUNTING = re.compile("[多余餘几以超]|未満|分之|^[〇一二三四五六七八九十百万萬亿億兆两半成折]|^千(?![米克瓦卡])")
 """Words of East Asian texts behind a number that change its meaning, such as 12万 and 3分之1."""
 
 
