@@ -11,6 +11,7 @@ import ast
 import functools
 import inspect
 import math
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -54,7 +55,7 @@ class Capabilities:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Capabilities:
-        """Raises EngineError: tokens of the model see those after them."""
+        """Raises EngineError: tokens of the model see those after them, or transformers computes it in two ways."""
         layers = decoder_layers(model)
         mixers = [list(token_mixers(layer)) for layer in layers]
         if {getattr(mixer, "is_causal", None) for found in mixers for mixer in found} == {False}:
@@ -63,6 +64,9 @@ class Capabilities:
         unknown = [_unknown(mixer) for found in mixers for mixer in found if _calls_attention(type(mixer))]
         plain = next(filter(None, map(_other_mixing, mixers)), "") or _other_places(model) or \
             _other_cache(model.config, len(layers))
+        if not plain and (other := _other_with_cache(model)):
+            raise EngineError(f"{type(model).__name__} {other}: it would sample from another policy than the one that "
+                              "is trained. Give the role another model")
         ours = not any(unknown) and bool(unknown) and bool(model._supports_attention_backend)
         packs = ours and not plain and _sees_all_before(model) and \
             all(_hands_on(layer, mixer) for layer, found in zip(layers, mixers) for mixer in found)
@@ -213,6 +217,16 @@ def _sees_all_before(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     full = {*(getattr(config, "layer_types", None) or ["full_attention"])} == {"full_attention"}
     return full and not has_windows(config) and not getattr(model, "image_processor", None)
+
+
+def _other_with_cache(model: PreTrainedModel) -> str:
+    """Return how a model computes a token otherwise with its cache than in a whole row; "" if it does not."""
+    decoder, kept = model.get_decoder(), {type(layer) for layer in DynamicCache(config=model.config).layers}
+    masks = {*re.findall(r"create_\w*causal_mask", inspect.getsource(sys.modules[type(decoder).__module__]))}
+    if DynamicSlidingWindowLayer in kept and masks == {"create_causal_mask"}:
+        return "attends to all tokens before, and its cache keeps those of a window"
+    counts = any(hasattr(part, "create_position_ids_from_input_ids") for part in decoder.modules())
+    return "counts positions from the padding token's number on, and rows here from 0" if counts else ""
 
 
 def _other_places(model: PreTrainedModel) -> str:

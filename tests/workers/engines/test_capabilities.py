@@ -44,6 +44,13 @@ def test_a_model_that_reads_more_than_tokens_is_refused_at_planning(kind):
         next(shapes_of(CONFIG_MAPPING[kind]()))
 
 
+@pytest.mark.parametrize(("kind", "why"), [("moshi", "its cache keeps those of a window"),
+                                           ("kosmos-2.5", "counts positions from the padding token's number on")])
+def test_a_model_that_computes_otherwise_with_a_cache_is_refused_at_planning(kind, why):
+    with pytest.raises(EngineError, match=why):
+        list(shapes_of(CONFIG_MAPPING[kind]()))
+
+
 def varying(kind):
     """A model with weights so large that other frequencies show."""
     torch.manual_seed(0)
