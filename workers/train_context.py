@@ -55,8 +55,8 @@ class TrainContext:
         chain = self.plan.chain(self.rank)
         self.chain = chain[len(self.plan.early.chain(self.rank)) if self.plan.early else 0 :]
         self.prompted = prompted_role(self.spec, chain)
-        self.proofs = ModelProofs(self.spec, bool(context.resume)) if run.preflight and writes and worker.first and \
-            not self.attempt else None
+        self.proofs = ModelProofs(self.spec, bool(context.resume), context.device) \
+            if run.preflight and writes and worker.first and not self.attempt else None
         self.roles = build_roles(self.spec, self.plan, {task.role for task in chain if task.type in ENGINE_TYPES},
                                  self._sampling_roles(), context.device, look=self.proofs and self.proofs.look)
         self.trained = {name: role for name, role in self.roles.items() if self.spec.dag.roles[name].trained}

@@ -2,7 +2,8 @@
 
     engine     the engine that trains, as it is: against the model's own eager attention, with the same weights, of each
                row alone and without padding
-    loaded     the same: against the model as transformers has loaded it, before anything was done to it
+    loaded     the same: against the model as transformers has loaded it, before anything was done to it; above
+               50 million parameters the Megatron engine alone, which does not have the model's own code
     sampling   the engine that samples: against the engine that trains, and once more after the first update
 
 What is wrong by less than rounding (`ROUNDING`) is not found. Weights of a transformers engine that samples beside the
@@ -11,6 +12,7 @@ trainer are compared bit for bit.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distflow.config.spec import Spec
@@ -26,7 +28,7 @@ from distflow.contracts.forms import ENGINE_TYPES
 from distflow.data.batch import Ragged
 from distflow.errors import Diagnostic
 from distflow.plan import Plan
-from workers.engines.capabilities import attend_by
+from workers.engines.capabilities import attend_by, decoder_layers
 from workers.engines.collectives import choose_backend, torch_name
 from workers.engines.devices import choose, dtype_of
 from workers.engines.fsdp import FSDPEngine
@@ -44,7 +46,7 @@ _LONGEST, _LEAST = 1100, 24
 """Most and fewest tokens of the long row: eager attention of many takes much memory."""
 _TRIED_ON = "on a few rows of plain tokens"
 _LOADED = 50_000_000
-"""Parameters up to which a model is computed as it was loaded, on the CPU: a second."""
+"""Parameters up to which a model is computed as it was loaded, by a copy on the CPU: a second."""
 _ANY_TOKEN = TokenLimits(0, 1.0, 0.0)
 _SAMPLED = 8
 
@@ -78,8 +80,8 @@ class ProofRows:
 class ModelProofs:
     """Proofs of the models of a rank that trains, in the first worker of a run."""
 
-    def __init__(self, spec: Spec, resumed: bool):
-        self.spec, self.resumed = spec, resumed
+    def __init__(self, spec: Spec, resumed: bool, device: str = "cpu"):
+        self.spec, self.resumed, self.device = spec, resumed, device
         self.rows: dict[str, ProofRows] = {}
         self.loaded: dict[str, Tensor | None] = {}
 
@@ -88,7 +90,8 @@ class ModelProofs:
         settings = self.spec.settings_of(name)
         if self.spec.dag.roles[name].head == "lm" and settings:
             self.rows[name] = ProofRows.of(self.spec, model.config, tokenizer, settings.generation.max_new_tokens)
-            self.loaded[name] = None if self.resumed else loaded_numbers(model, self.rows[name])
+            self.loaded[name] = None if self.resumed else loaded_numbers(
+                model, self.rows[name], self.device if settings.engine == "megatron" else "")
 
     def at_start(self, roles: Mapping[str, RoleEngines], account: Preflight) -> None:
         """Prove all models of this rank, and add that to the account. Collective. Raises InvalidInput on the rank that
@@ -124,7 +127,7 @@ def prove_alone(account: Preflight, spec: Spec, made: Plan) -> None:
     choose(device)
     dist.init_process_group(torch_name(choose_backend("auto", device), device), rank=0, world_size=1,
                             store=dist.HashStore())  # pyright: ignore[reportPrivateImportUsage]
-    proofs, tasks, roles = ModelProofs(spec, resumed=False), made.chain(0), {}
+    proofs, tasks, roles = ModelProofs(spec, False, device), made.chain(0), {}
     try:
         roles = build_roles(spec, made, {task.role for task in tasks if task.type in ENGINE_TYPES},
                             {task.role for task in tasks if task.samples}, device, look=proofs.look)
@@ -140,14 +143,45 @@ def _on_writer(role: RoleEngines, failed: list[FailedProof]) -> list[FailedProof
     return failed if dist.get_rank() == role.writer else []
 
 
-def loaded_numbers(model: PreTrainedModel, rows: ProofRows) -> Tensor | None:
-    """Return the log-probabilities [T] of a model that transformers has just loaded, each row alone, in float32; None
-    if that took long."""
-    if sum(parameter.numel() for parameter in model.parameters()) > _LOADED:
+def loaded_numbers(model: PreTrainedModel, rows: ProofRows, device: str = "") -> Tensor | None:
+    """Return the log-probabilities [T] of a model that transformers has just loaded, each row alone, in float32. A
+    large one is computed on the `device`, one layer at a time; None without a device."""
+    pairs = [*zip(rows.prompts.rows, rows.responses.rows)]
+    if sum(parameter.numel() for parameter in model.parameters()) <= _LOADED:
+        exact = copy.deepcopy(model).float()
+        attend_by(exact, "eager")
+        return torch.cat([row_numbers(exact, *row) for row in pairs])
+    if not device:
         return None
-    exact = copy.deepcopy(model).float()
-    attend_by(exact, "eager")
-    return torch.cat([row_numbers(exact, *row) for row in zip(rows.prompts.rows, rows.responses.rows)])
+    attend_by(model, "eager")
+    with _layer_by_layer(model, device):
+        return torch.cat([row_numbers(model, prompt.to(device), response.to(device)) for prompt, response in pairs]
+                         ).cpu()
+
+
+@contextlib.contextmanager
+def _layer_by_layer(model: PreTrainedModel, device: str) -> Iterator[None]:
+    """Have the weights of a layer on a device in float32 while it computes, and those of no other."""
+    layers = decoder_layers(model)
+    inside, held = {*layers.modules()}, dict[Tensor, Tensor]()
+
+    def bring(part: nn.Module, _: Any) -> None:
+        for tensor in (*part.parameters(), *part.buffers()):
+            held.setdefault(tensor, tensor.data)
+            tensor.data = tensor.data.to(device, torch.float32 if isinstance(tensor, nn.Parameter) else None)
+
+    def release(part: nn.Module, *_: Any) -> None:
+        for tensor in (*part.parameters(), *part.buffers()):
+            tensor.data = held.pop(tensor, tensor.data)
+
+    whole = [*layers, *(part for part in model.modules() if part not in inside and not [*part.children()])]
+    hooks = [hook for part in whole
+             for hook in (part.register_forward_pre_hook(bring), part.register_forward_hook(release))]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _named_lengths(config: Any) -> list[int]:

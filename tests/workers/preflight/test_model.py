@@ -16,19 +16,23 @@ from distflow.errors import EngineError, InvalidInput
 from workers.engines import attention
 from workers.engines.embedded import build_tokenizer
 from workers.engines.packing import Packing
-from workers.preflight.model import ModelProofs, ProofRows
+from workers.preflight.model import ModelProofs, ProofRows, loaded_numbers
 from workers.preflight.proofs import Preflight
 
 pytestmark = pytest.mark.usefixtures("alone")
 MODELS = ("llama", "qwen2", "tied", "gemma2", "gpt_oss", "granite_swa", "mistral", "granite", "qwen3_moe", "glm4_moe")
 
 
+def tied():
+    model = build("llama")
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    return model
+
+
 def started(name="llama", lora=None, dtype=torch.float32):
     """A role's engines on all ranks, and the proofs that a run begins with."""
-    model = build("llama" if name == "tied" else name).to(dtype)
-    if name == "tied":
-        model.config.tie_word_embeddings = True
-        model.tie_weights()
+    model = (tied() if name == "tied" else build(name)).to(dtype)
     tokenizer = build_tokenizer(["one two"])
     settings = RoleRun(lora=lora, learning_rate=1e-2, generation={"max_new_tokens": 12})
     proofs = ModelProofs(role_spec(settings), resumed=False)
@@ -152,6 +156,18 @@ def test_a_model_of_half_precision_is_computed_as_it_was_loaded_too():
     FAULTS["a zeroed buffer"][1](role)
     with pytest.raises(InvalidInput, match="than the model that transformers loads"):
         proofs.at_start({"actor": role}, Preflight())
+
+
+@pytest.mark.parametrize("name", ["tied", "qwen2", "qwen3_moe"])
+def test_a_large_model_is_computed_one_layer_at_a_time_as_a_small_one_is_at_once(monkeypatch, name):
+    model = tied() if name == "tied" else build(name)
+    model.to(torch.bfloat16)
+    expected, before = loaded_numbers(model, ROWS), {name: each.data_ptr() for name, each in model.named_parameters()}
+    monkeypatch.setattr("workers.preflight.model._LOADED", 0)
+    assert loaded_numbers(model, ROWS) is None
+    assert torch.equal(loaded_numbers(model, ROWS, "cpu"), expected)
+    assert {name: each.data_ptr() for name, each in model.named_parameters()} == before
+    assert model.dtype == torch.bfloat16
 
 
 def test_a_rollout_with_other_weights_is_found_at_the_start():
