@@ -152,7 +152,8 @@ def _line(error: BaseException, folder: Path) -> str:
     """Return what was said in one line; of a server's last words the last error."""
     text = re.sub(r"/tmp/[\w./-]+", "FOLDER", str(error)).replace(folder.name, "FOLDER")
     begin, last_words, log = text.partition(" It said last:")
-    errors = re.findall(r"^ *(\w+Error: .+)", log, re.MULTILINE)
+    errors = [f"{kind}: {said or line}" for line, kind, said in
+              re.findall(r"^ *(.+)\n(?:[ ^~]+\n)? *([\w.]*Error)(?:: (.+))?$", log, re.MULTILINE)]
     return " ".join(f"{begin}{last_words} {errors[-1]}".split() if errors else text.split())[:400]
 
 

@@ -55,7 +55,8 @@ _SIZES: dict[int, str] = {
     1: "n_groups mamba_n_groups mamba_ngroups first_k_dense_replace topk_group num_dense_layers",
 }
 _SMALL = {name: size for size, names in _SIZES.items() for name in names.split()}
-_WIDTHS = {*f"{_SIZES[HIDDEN]} {_SIZES[24]} {_SIZES[16]} qk_rope_head_dim rotary_dim mrope_section conv_dim".split()}
+_WIDTHS = {*f"{_SIZES[HIDDEN]} {_SIZES[24]} {_SIZES[16]} qk_rope_head_dim rotary_dim mrope_section conv_dim "
+           "block_dim".split()}
 """Sizes that grow with the width of a head."""
 _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "qk_head_dim": 128, "v_head_dim": 64}
 """Sizes of wider latent attention: vLLM's kernels have no others."""
@@ -63,7 +64,7 @@ _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _SSM = {"mamba_n_heads": 8, "mamba_d_head": 16}
 _TURNED = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-_OVERRIDES: dict[str, dict[str, Any]] = {
+_OVERRIDES: dict[str, dict[str, Any]] = {  # also what files have that vLLM and SGLang read, and transformers does not
     "bamba": {**_SSM, "attn_layer_indices": [1]},
     "cohere": {"logit_scale": 0.25}, "cohere2": {"logit_scale": 0.25}, "cohere2_moe": {"logit_scale": 0.25},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"], "rope_parameters": {
@@ -80,7 +81,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2,
                      "layer_types": ["sliding_attention", "full_attention"] * 2, "intermediate_size": 96,
                      "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
-    "gemma2": {"attn_logit_softcapping": 3.0},
+    "gemma2": {"attn_logit_softcapping": 3.0, "hidden_act": "gelu_pytorch_tanh"},
     "glm4_moe": {"head_dim": 16}, "glm4_moe_lite": {"first_k_dense_replace": 1},
     "granite": {"attention_multiplier": 0.05, "logits_scaling": 4.0, "residual_multiplier": 0.3,
                 "embedding_multiplier": 6.0},
@@ -88,11 +89,11 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 16}, "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"num_hidden_layers": 2, "full_attn_idxs": None, "layer_types": ["conv", "full_attention"],
-             "block_auto_adjust_ff_dim": False, "conv_dim": HIDDEN},
+             "block_auto_adjust_ff_dim": False, "conv_dim": HIDDEN, "block_dim": HIDDEN},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {"layer_types": None, "moe_layers": None, "no_rope_layers": [1, 0], "num_hidden_layers": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
-    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid"},
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
     "ministral": {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
