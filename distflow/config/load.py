@@ -130,8 +130,7 @@ def reload(folder: Path, overrides: list[str] | None = None, cluster: str | None
 
 def _read(path: Path, recorded: bool) -> YamlSource:
     source = read(path, shown(path))
-    if recorded:
-        drop_removed(source.data)
+    drop_removed(source.data, recorded)
     return source
 
 

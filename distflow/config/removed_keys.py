@@ -25,15 +25,16 @@ def instead_of(path: tuple[Any, ...]) -> str | None:
     return removed[1] if removed else None
 
 
-def drop_removed(data: Any, path: tuple[Any, ...] = ()) -> None:
-    """Take removed keys that said nothing out of what an older version has written."""
+def drop_removed(data: Any, recorded: bool, path: tuple[Any, ...] = ()) -> None:
+    """Take removed keys that change nothing out of a file: those whose value says nothing any more, and of one that an
+    older version has `recorded` those with the value that said nothing then."""
     named = list(data.items()) if isinstance(data, dict) else list(enumerate(data)) if isinstance(data, list) else []
     for name, value in named:
         removed = _removed((*path, name))
-        if removed and removed[0] in (ANY, value):
+        if removed and (removed[0] is ANY or (recorded and removed[0] == value)):
             del data[name]
         else:
-            drop_removed(value, (*path, name))
+            drop_removed(value, recorded, (*path, name))
 
 
 def _removed(path: tuple[Any, ...]) -> tuple[Any, str] | None:
