@@ -237,6 +237,7 @@ of a run's start make this comparison with the run's own model.
   distflow sets `custom_ops: ["-rotary_embedding"]` there, and vLLM computes these embeddings in PyTorch.
 - `mistral` in SGLang: its class is that of Llama, without a sliding window. The tiny model has one. Mistral's files
   since version 0.2 have none.
+- `lfm2` in vLLM on a CPU differs by 0.12 of the largest value. The cause is unknown.
 - `gemma2` in SGLang: `torch_native`, its attention for any CPU, leaves out soft caps.
 
 ## What is no decoder-only language model
