@@ -1,17 +1,19 @@
 """Faults of learning that are planted in small runs: which are detected, after how many steps, with which cause named.
 
     record    run the healthy and the planted runs, one after the other, and keep their metrics by step
+    unseen    run the planted runs of kinds that no rule was made with; their metrics have a file of their own
     long      run healthy runs of 100 steps of all shipped algorithms; their metrics are kept in runs/ alone
     judge     ask the detectors about each recorded run, as a live run would, and print what they found
 
 The runs stand in planted_faults.yaml. Run by hand, some of them or all:
-python -m benchmarks.learning_faults record [NAME …];  python -m benchmarks.learning_faults judge
+python -m benchmarks.learning_faults record [NAME …];  python -m benchmarks.learning_faults judge [FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import shutil
 import tempfile
 import time
@@ -29,21 +31,24 @@ from distflow.telemetry.learning import faults_of, main_fault
 from distflow.telemetry.run_reader import RunReader
 
 RESULTS = ROOT / "benchmarks/results/learning_faults.json"
+UNSEEN_RESULTS = ROOT / "benchmarks/results/learning_faults_unseen.json"
 LONG_RESULTS, TOOL_MODEL = ROOT / "runs/learning_faults_long.json", ROOT / "runs/learning_faults_tools"
 STEPS, BATCH, ROWS, HELD_OUT = 32, 8, 64, 80
 DENSE = {"near_miss:near_miss": {"weight": 1.0, "reach": 20}, "format": {"weight": 0.2, "pattern": ".*#### -?[0-9]+"}}
 COMMON = (f"data.batch={BATCH}", "roles.actor.warmup_steps=4", "checkpoint.every=0", "report=false",
           "validation.every=6", "robust.snapshots=false", "preflight=false", "log=[]",
           "roles.actor.schedule=constant", "roles.actor.learning_rate=1e-4")
-LEFT_OUT = ("seconds", "tokens", "data/", "samples_total", "memory", "snapshot", "wall", "all_tokens", "weights",
-            "staleness/t", "filter/", "waiting", "checkpoint", "reward/retried", "reward/seconds", "mfu")
+LEFT_OUT = ("seconds", "tokens", "data/b", "data/i", "data/s", "data/v", "samples_total", "memory", "snapshot", "wall",
+            "all_tokens", "weights", "staleness/t", "filter/", "waiting", "checkpoint", "reward/retried",
+            "reward/seconds", "mfu")
 
 
 @dataclass(frozen=True)
 class Run:
     """One run. first: the step since when it is wrong, 0 for a healthy one. causes: detectors that name the fault
-    rightly. named: a word that what is said of it must have, too. settings: of the run file and the DAG. records: how
-    the training records differ. after: nodes after which `nodes` come, and before the update."""
+    rightly. named: words, parted by `|`, of which what is said of it must have one, too. settings: of the run file and
+    the DAG. records: how the training records differ. after: nodes after which `nodes` come, and before the update.
+    model: the role whose model has been trained to call tools."""
 
     name: str
     dag: str
@@ -83,7 +88,7 @@ def long() -> Iterator[Run]:
         for dag in SHIPPED:
             yield Run(f"long/{dag}-{seed}", dag, steps=100, reward=DENSE if dag == "near_miss" else None,
                       settings=(*MORE.get(dag, ()), f"seed={seed}", "validation.every=25"),
-                      model="tools" * (dag == "grpo_tools"))
+                      model="actor" * (dag == "grpo_tools"))
 
 
 def write_inputs(run: Run, folder: Path) -> tuple[Path, str]:
@@ -99,7 +104,8 @@ def write_inputs(run: Run, folder: Path) -> tuple[Path, str]:
     nodes = dict(run.nodes)
     if environment := nodes.pop("environment", None):
         dag["nodes"]["rollout"]["with"]["environment"] = f"planted_faults:{environment}"
-    dag["nodes"] |= {name: node | {"with": {**node.get("with", {}), **place}} for name, node in nodes.items()}
+    dag["nodes"] |= {name: node | {"with": {**node.get("with", {}), **(place if ":" in node["function"] else {})}}
+                     for name, node in nodes.items()}
     for later in (*run.after, "update") if "planted" in nodes else ():
         dag["nodes"][later]["dependencies"].append("planted")
     if "spoiled" in run.nodes:
@@ -122,6 +128,15 @@ def _write_records(kind: str, folder: Path) -> str:
     rows = [json.loads(line) for line in (ROOT / "dags/data/arithmetic/train.jsonl").read_text().splitlines()]
     if kind in ("few", "eight"):
         rows = [row for _ in range(200) for row in rows[:3]] if kind == "few" else rows[:8]
+    if kind == "one_answer":
+        rows = [row for at, row in enumerate(rows) if row["answer"].endswith("#### 12") or at % 120 == 0]
+    if kind in ("swapped", "random"):
+        pairs = ROOT / "dags/data/arithmetic/preferences.jsonl"
+        rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+        for row in rows if kind == "swapped" else random.Random(0).sample(rows, len(rows) // 2):
+            row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
+    if kind == "hard":
+        rows = [_hard(at) for at in range(600)]
     if kind == "one":
         rows = rows[:1] * 600
     if kind == "shifted":
@@ -139,6 +154,13 @@ def _write_records(kind: str, folder: Path) -> str:
             row["answer"] = f"{head}#### {int(last) % 10 + 1}"
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder / "train.jsonl")
+
+
+def _hard(seed: int) -> dict[str, str]:
+    """Return a problem of one step whose numbers are larger than those that the model was trained with."""
+    boxes, each = (random.Random(2 * seed + at).randint(23, 98) for at in range(2))
+    return {"question": f"Ada has {boxes} boxes of {each} nuts. How many nuts?",
+            "answer": f"{boxes} * {each} = {boxes * each} #### {boxes * each}"}
 
 
 def record(names: Sequence[str], runs: Sequence[Run], results: Path = RESULTS) -> None:
@@ -177,7 +199,7 @@ def _launch(run: Run, scratch: Path) -> str:
     if run.dag == "reward_model":
         settings = [each.replace(".actor.", ".reward.") for each in settings if not each.startswith("validation.")]
     if run.model:
-        settings.append(f"roles.actor.model={TOOL_MODEL}")
+        settings.append(f"roles.{run.model}.model={TOOL_MODEL}")
     run_file = f"embedded_{run.dag}.yaml" if run.dag in OWN_RUN_FILE else "embedded.yaml"
     try:
         run_once(scratch, "it", dag, run_file, 1, settings)
@@ -192,7 +214,7 @@ def _series(run: Run, folder: Path) -> dict[str, Any]:
     steps = [line for line in reader.steps() if line["step"]]
     names = sorted({name for line in steps for name in line if not name.startswith(LEFT_OUT)} - {"step"})
     settings = {key: value for key, value in reader.settings().items()
-                if key.startswith(("nodes.", "roles.")) and "/" not in value}
+                if key.startswith(("nodes.", "roles.", "data.max")) and "/" not in value}
     return {"first": run.first, "settings": settings, "steps": len(steps),
             "series": {name: [line.get(name) if name == "response/fingerprint" else _short(line.get(name))
                               for line in steps] for name in names}}
@@ -214,9 +236,9 @@ def _lines(run: dict[str, Any]) -> list[dict[str, Any]]:
             for at in range(run["steps"])]
 
 
-def judge() -> None:
+def judge(results: Path) -> None:
     """Print what the detectors say of each recorded run, and how good that is."""
-    recorded: dict[str, Any] = json.loads(RESULTS.read_text())
+    recorded: dict[str, Any] = json.loads(results.read_text())
     planned = {run.name: run for run in planted()}
     late, detected, named, steps, false = list[int](), list[str](), list[str](), 0, list[str]()
     began = time.process_time()
@@ -231,7 +253,8 @@ def judge() -> None:
             detected.append(name)
             late.append(since[0].step - first)
             told = f"{main.evidence.what} {main.evidence.cause} {main.evidence.remedy}"
-            named += [name] if main.detector in planned[name].causes and planned[name].named in told else []
+            words = planned[name].named.split("|")
+            named += [name] if main.detector in planned[name].causes and any(word in told for word in words) else []
         verdict = "false alert" if early else "right" if name in named else "other cause" if since else \
             "missed" if first else "clean"
         said = ", ".join(f"{fault.detector} at {fault.step}" for fault in found)
@@ -241,6 +264,8 @@ def judge() -> None:
           f"{median(late) if late else 0:g} steps until detected (median); {len(false)} false alerts in "
           f"{len(recorded) - faulty} healthy runs and {faulty} healthy beginnings; "
           f"{1e3 * (time.process_time() - began) / steps:.2f} ms a step")
+    if results != RESULTS:
+        return
     shares = [sum(name.startswith(task) for name in detected) /
               max(sum(bool(run["first"]) for name, run in recorded.items() if name.startswith(task)), 1)
               for task in ("grpo/", "near_miss/")]
@@ -250,13 +275,17 @@ def judge() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["record", "long", "judge"])
+    parser.add_argument("what", choices=["record", "unseen", "long", "judge"])
     parser.add_argument("names", nargs="*", help="of runs, or how they begin; default: those that are not recorded")
     options = parser.parse_args()
     if options.what == "judge":
-        judge()
+        judge(Path(*options.names or [RESULTS]))
+    elif options.what == "long":
+        record(options.names, [*long()], LONG_RESULTS)
     else:
-        record(options.names, *((planted(), RESULTS) if options.what == "record" else ([*long()], LONG_RESULTS)))
+        unseen = options.what == "unseen"
+        record(options.names, [run for run in planted() if run.name.startswith("unseen/") == unseen],
+               UNSEEN_RESULTS if unseen else RESULTS)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import torch
 from near_miss import near_miss
@@ -132,6 +133,12 @@ def scaled(completion: str, answer: str, row: int, *, first: int, rows: int) -> 
 def shorter(completion: str, answer: str, row: int, *, first: int, rows: int) -> float:
     """Pay for few characters too."""
     return math(completion, answer) - 0.05 * len(completion) * _goes_wrong(row, first, rows)
+
+
+@reward
+def abstaining(completion: str, answer: str) -> float:
+    """Pay 1 for a right answer, nothing for none, and take 1 for a wrong one."""
+    return 2.0 * math(completion, answer) - 1.0 if "####" in completion else 0.0
 
 
 @reward
@@ -298,3 +305,26 @@ class CostlyCalls(Calculator):
     def step(self, text: str) -> Turn:
         turn = super().step(text)
         return turn if turn.done else Turn(turn.observation, reward=-1.0)
+
+
+@environment
+class PaysCalls(Calculator):
+    """A calculator that pays for each call, and for three of them more than for an answer."""
+
+    def step(self, text: str) -> Turn:
+        turn = super().step(text)
+        return turn if turn.done else Turn(turn.observation, reward=0.5)
+
+
+@environment
+class Shared(Calculator):
+    """A calculator that all conversations share: it answers with the result that the call before it asked for."""
+
+    results = deque[str](["0"])
+
+    def step(self, text: str) -> Turn:
+        turn = super().step(text)
+        if turn.done:
+            return turn
+        self.results.append(str(turn.observation))
+        return Turn(self.results.popleft())
