@@ -134,7 +134,7 @@ def check_on_rollouts(spec: Spec, bound: Mapping[str, Contract], chain: list[str
         elif spec.run.mode == "semi_sync":
             mistakes.append(refusal(spec, role, "in mode semi_sync ranks that train sample too, and of its model they "
                                     "have a part. It needs  mode: async"))
-        elif split and spec.run.mode == "async":
+        elif split:
             mistakes.append(Diagnostic(f"node `{split}` is computed by ranks that sample (`groups.inference`), each of "
                                        "which has its whole model", spec.run_source.location(("layouts", split)),
                                        f"Leave `{split}` out of `layouts`."))

@@ -182,7 +182,7 @@ def _rows_at_once(spec: Spec, draft: _Draft, role: str, layouts: Mapping[str, La
     settings = spec.settings_of(role)
     most = settings.generation.batch_rows if settings else 1
     nodes = [node for node in draft.sampling if spec.dag.nodes[node].role == role]
-    validates = spec.run.validation and group == TRAINER and (spec.run.mode == "sync" or spec.run.trainer_validates)
+    validates = group == TRAINER and spec.run.trainer_validates
     if (validates and spec.validated is None) or spec.run.training_api or agent_nodes(spec) & {*nodes}:
         return most
     rows = 1

@@ -29,13 +29,9 @@ _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
            tokenize.ENDMARKER}
 
 KINDS = {
-    "kinds of rank process": ("workers.loop:train", "workers.loop:serve",
-                              "workers.loop:rollout", "workers.colocated:ColocatedSource", "workers.loop:infer",
-                              "workers.engines.tp_leader:TPFollowerEngine",
-                              "distflow.launch:main"),
-    "sources of a step's rows": ("distflow.data.dataloader:Dataloader", "workers.sources:AsyncSource",
-                                 "workers.sources:UnorderedSource", "workers.colocated:ColocatedSource",
-                                 "workers.fusion:Fusion"),
+    "kinds of rank process": ("workers.loop:train", "workers.loop:rollout", "workers.loop:infer",
+                              "workers.engines.tp_leader:TPFollowerEngine", "distflow.launch:main"),
+    "sources of a step's rows": ("distflow.data.dataloader:Dataloader", "workers.dock_source:DockSource"),
     "ways to give a role ranks of its own": ("planners.inference:cut_inference",
                                              "planners.placement:partial_engines"),
     "places that validate": ("workers.validation:Validator", "workers.validation_requests:ValidationRequests"),

@@ -20,7 +20,6 @@ from distflow.telemetry.metrics import current
 from planners import plan as make_plan
 from workers.context import RankContext
 from workers.loop import run_chain
-from workers.sources import source_of
 from workers.train_context import TrainContext
 
 DAG = """
@@ -74,7 +73,7 @@ def train_context(spec: Spec, plan: Plan, folder: Path) -> TrainContext:
     silent = SimpleNamespace(set=lambda *doing, **more: None, rank=group.rank)
     functions = {task.node: load_function(task.function) for task in plan.tasks}
     context = RankContext(spec, plan, group, folder, "cpu", False, None, "", known_change=0)
-    return TrainContext(context, WorkerContext(), silent, functions, source_of, writes=False)
+    return TrainContext(context, WorkerContext(), silent, functions, writes=False)
 
 
 def run_steps(folder: str, overrides: list[str]) -> tuple[list[dict[str, float]], dict[str, Any]]:

@@ -7,13 +7,14 @@ import datetime
 import math
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch.distributed as dist
 
-from distflow.data.dataloader import Dataloader
 from distflow.dock import DockClient
 from distflow.errors import RankMissing
 from distflow.plan import ROLLOUT, TRAINER
+from workers.encode import dataloader
 from workers.engines.rollout import Rollout
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.swap import EngineSwap
@@ -25,12 +26,12 @@ from workers.rollout_channel import RolloutChannel
 from workers.train_context import TrainContext
 
 
-class ColocatedSource:
-    """Rollout loop on a trainer rank. Collective over the trainer. `loop` is None on a rank that follows the first of
-    its `tp_group`. The rank stops at `enough` rows in the dock, of whichever draws, or after `limit` seconds without
-    new rows if none are under way here. Without ranks that only sample (`alone`) it stops when all rows that the
-    trainer will lease are there: what is under way then is left over for the next call (partial rollouts, Kimi k1.5
-    2025)."""
+class ColocatedSampling:
+    """Rollout loop on a trainer rank, before it takes prompts from the dock. Collective over the trainer. `loop` is
+    None on a rank that follows the first of its `tp_group`. The rank stops at `enough` rows in the dock, of whichever
+    draws, or after `limit` seconds without new rows if none are under way here. Without ranks that only sample
+    (`alone`) it stops when all rows that the trainer will lease are there: what is under way then is left over for the
+    next call (partial rollouts, Kimi k1.5 2025)."""
 
     def __init__(self, swaps: Mapping[str, EngineSwap], loop: RolloutContext | None,
                  tp_group: dist.ProcessGroup | None, enough: int, limit: float, alone: bool = False):
@@ -39,8 +40,9 @@ class ColocatedSource:
         self.engines: Mapping[str, SharedEngine] = {}
 
     @classmethod
-    def of(cls, ctx: TrainContext, channel: RolloutChannel, loader: Dataloader) -> ColocatedSource:
-        """Return the source of this rank, which runs the chain of the ranks that only sample. Collective."""
+    def of(cls, ctx: TrainContext, channel: RolloutChannel,
+           functions: Mapping[str, Callable[..., Any]]) -> ColocatedSampling:
+        """Return what samples on this rank, by the chain of the ranks that only sample. Collective."""
         spec, roles, plan = ctx.spec, ctx.roles, ctx.context.plan.groups[1].plan
         width, loop, tp_group, alone = plan.ranks, None, None, spec.run.trainer_samples_alone
         if width > 1:
@@ -48,13 +50,14 @@ class ColocatedSource:
             tp_group, _ = dist.new_subgroups(width, backend="gloo", timeout=limit)
             assert isinstance(tp_group, dist.ProcessGroup)
         if ctx.rank % width == 0:
-            loop = RolloutContext(ctx.context, plan, ctx.functions, roles, loader, channel)
+            loader = dataloader(spec, roles[ctx.prompted], plan=plan)
+            loop = RolloutContext(ctx.context, plan, functions, roles, loader, channel)
         names = {task.role for task in plan.tasks if task.samples}
         swaps = {name: swap for name, role in roles.items() if name in names and (swap := role.engine_swap)}
         enough = math.ceil(spec.run.switch_at * spec.run.data.batch) * channel.rows
         return cls(swaps, loop, tp_group, enough, spec.run.wait_limit, alone)
 
-    def sample(self, draws: int, complete: Callable[[], bool]) -> None:
+    def run(self, draws: int, complete: Callable[[], bool]) -> None:
         """Sample with this rank's weights. `draws`: those of the step that the trainer has received already.
         `complete`: whether all rows are there that it will lease next."""
         self.draws, self.complete, self.ready, self.changed = draws, complete, 0, time.monotonic()

@@ -194,9 +194,8 @@ def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: b
     if device == "cuda" and not store.rank:
         print(f"The ranks compute on GPUs; their collectives are {backend}'s.", flush=True)
     room = int(spec.run.dock_gib * 2**30)
-    in_order = spec.run.mode == "sync" or spec.run.on_stale == "wait"
     silence, takes = (elastic.silence, elastic.takes_shard) if elastic else (0.0, None)
-    channel = open_channel(plan, spec.run.data.batch, store, room, in_order, silence, takes) \
+    channel = open_channel(plan, spec.run.data.batch, store, room, spec.run.on_stale == "wait", silence, takes) \
         if plan.groups and not alone else None
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) or (elastic and elastic.replaces)  # `spec` is old then
     change = 0 if again else max(LiveConfig(path, group).newest() for group in (TRAINER, ROLLOUT, INFERENCE))

@@ -1,20 +1,22 @@
 """The loops of a run, in its three modes: what every rank does from step to step (DistFlow §5, RobustRL §2).
 
+A run has a trainer and any number of ranks that only sample or only read models. Mode sync has none of them.
+
     mode         where a step's prompts come from                    after the step
     sync         the dataset (Dataloader); the chain samples them    every rank has the new weights
     async        the dock, with the samples that rollout ranks       the new weights are published; rollout ranks pull
-                 have put there (AsyncSource)                        them while they sample
+                 have put there (DockSource)                         them while they sample
     semi_sync    as async, but the trainer's ranks sample first,     as async; nothing is published where no rank
-                 until enough is in the dock (ColocatedSource)       only samples
+                 until enough is in the dock (ColocatedSampling)     only samples
 
     loop         runs on                                             one turn
-    train        ranks that train, in mode sync all                  next_prompts → run_chain → _conclude_step
+    train        ranks that train, in mode sync all                  next_prompts → run_chain, or a training client's
+                                                                     calls (mode sync) → the end of the step
     rollout      ranks that sample for others                        lease → load newer weights → run_chain → put
     infer        ranks that only read a model for others             lease → run_chain → put
-    serve        as train, for a training client (mode sync)         the client's calls → _conclude_step
 
-`run_chain` is the only place where a task runs: take its inputs, compute, put its outputs. `_conclude_step` records a
-step and begins its snapshot before it publishes the step to other groups: a worker that dies between two of these lines
+`run_chain` is the only place where a task runs: take its inputs, compute, put its outputs. The end of a step records it
+and begins its snapshot before it publishes the step to other groups: a worker that dies between two of these lines
 repeats one finished step at most.
 """
 
@@ -33,42 +35,28 @@ from workers.train_context import TrainContext
 from workers.training_api.calls import TrainingCalls
 
 
-def train(ctx: TrainContext) -> bool:
-    """Run the steps that are left. Return False, on all ranks alike, if another worker goes on with new settings."""
+def train(ctx: TrainContext, calls: TrainingCalls | None = None) -> bool:
+    """Run the steps that are left. Return False, on all ranks alike, if another worker goes on with new settings. The
+    work of a step is the DAG's chain, or the `calls` of a training client until one changes the weights."""
     for step in ctx.steps():
-        ctx.next_prompts()
-        run_chain(ctx.chain, ctx.buffer, ctx.executor, ctx.draw_more)
-        if _conclude_step(ctx, step):
-            break
-        if ctx.leaves_early:
-            return ctx.leave(step)
-    return ctx.finish()
-
-
-def serve(ctx: TrainContext, calls: TrainingCalls) -> bool:
-    """Do what a training client calls for, as `train` does what the DAG says. A step ends when the weights change."""
-    for step in ctx.steps():
-        if not calls.until_update(step):
-            ctx.stopping = True
+        if calls is None:
+            ctx.next_prompts()
+            run_chain(ctx.chain, ctx.buffer, ctx.executor, ctx.draw_more)
+        elif not calls.until_update(step):
             return ctx.leave(step - 1)
-        ended = _conclude_step(ctx, step, learnt=calls.learnt)
-        calls.confirm(step)  # a client that has this answer may rely on the step
+        with ctx.finishing():
+            ctx.record(step)  # metrics and samples; detectors look at them
+            ctx.follow(step)  # roles that follow a trained one
+            ctx.snapshot(step)  # the state after the step, in memory
+            ctx.publish(step)  # the step's rows leave the dock, its weights go to the rollouts
+            ended = ctx.conclude(step)  # validation, and every N steps a checkpoint
+        if calls is not None:
+            calls.confirm(step)  # a client that has this answer may rely on the step
         if ended:
             break
         if ctx.leaves_early:
             return ctx.leave(step)
     return ctx.finish()
-
-
-def _conclude_step(ctx: TrainContext, step: int, learnt: bool = True) -> bool:
-    """Conclude a step, which has trained a role unless it has not `learnt`. Return whether it is the last one."""
-    with ctx.finishing():
-        ctx.record(step)  # metrics and samples; detectors look at them
-        if learnt:
-            ctx.follow(step)  # roles that follow a trained one
-        ctx.snapshot(step)  # the state after the step, in memory
-        ctx.publish(step)  # the step's rows leave the dock, its weights go to the rollouts
-        return ctx.conclude(step)  # validation, and every N steps a checkpoint
 
 
 def rollout(ctx: RolloutContext, engines: Mapping[str, SharedEngine], over: Callable[[DockClient], bool]) -> None:

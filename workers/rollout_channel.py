@@ -1,8 +1,9 @@
 """The dock between the groups of a run: how a rank reaches its shards, and what groups tell each other beside rows.
 
 A row is a sample, by its id in the run. The trainer enqueues a prompt by putting its rows with their ids alone, and so
-says how far ahead may be sampled (the bound of staleness: `workers/sources.py`). A rollout leases the rows of a prompt,
-and puts the columns that it has computed; a rank that only infers leases rows that have these, and adds its own.
+says how far ahead may be sampled (the bound of staleness: `workers/dock_source.py`). A rollout leases the rows of a
+prompt, and puts the columns that it has computed; a rank that only infers leases rows that have these, and adds its
+own.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Sink:
         self.fault: LearningFault | None = None  # what has ended the run, on rank 0
         self.stopped = False  # a detector has ended the run
         self.learning = self._learning_monitor() if self.folder else None
-        if plan.mode == "sync":  # in other modes a node's seconds contain work of other groups
+        if not context.plan.groups:  # where others sample, a node's seconds contain work of other groups
             now = make_plan(spec, plan.ranks)  # settings may have changed since this job was planned
             timings.current().open(path / timings.NAME, dist.get_rank(), now.digest)
 

@@ -13,7 +13,6 @@ from distflow.config.robust import PHASES, Phase
 from distflow.contracts.forms import ENGINE_TYPES
 from distflow.data.batch import Batch
 from distflow.data.databuffer import Databuffer
-from distflow.data.dataloader import Dataloader
 from distflow.data.exchange import peer_errors
 from distflow.errors import StepFailed
 from distflow.plan import Task
@@ -26,6 +25,8 @@ from distflow.telemetry.run_reader import RunReader
 from distflow.telemetry.trajectories import trajectories
 from planners.check import prompted_role
 from workers.context import RankContext
+from workers.dock_source import DockSource, Source
+from workers.encode import dataloader
 from workers.engines.sampling import key_of
 from workers.execution import SampledRows, TrainExecutor, Watch
 from workers.preflight.model import ModelProofs
@@ -43,13 +44,13 @@ _VERSION = "version of {}"  # metric of each rank: of the weights of a role
 
 class TrainContext:
     """Everything that `train` needs on one rank. Collective over the ranks that train. Without a supervisor's `worker`
-    no snapshot outlives this process, and settings do not change. `source_of` may use the context's roles and executor.
-    Without `writes`, to the run folder, it cannot `train`."""
+    no snapshot outlives this process, and settings do not change. Without `writes`, to the run folder, it cannot
+    `train`."""
 
     def __init__(self, context: RankContext, worker: WorkerContext, status: RankStatus,
-                 functions: Mapping[str, Callable[..., Any]], source_of: Callable[[TrainContext], Dataloader],
-                 writes: bool = True, channel: RolloutChannel | None = None):
-        self.context, self.status, self.functions, self.channel = context, status, functions, channel
+                 functions: Mapping[str, Callable[..., Any]], writes: bool = True,
+                 channel: RolloutChannel | None = None):
+        self.context, self.status, self.channel = context, status, channel
         self.spec, self.plan, self.rank = context.spec, context.own, dist.get_rank()
         run, self.known_change, self.attempt = self.spec.run, worker.config_change, worker.attempt.number
         chain = self.plan.chain(self.rank)
@@ -64,7 +65,10 @@ class TrainContext:
         self.changing = {**self.trained, **following}
         self.buffer = Databuffer(self.plan, self.rank, current(), run.wait_limit)
         self.executor = TrainExecutor(self.plan, functions, self.roles, self.rank, status, run.seed)
-        self.source = source_of(self)
+        self.loader = dataloader(self.spec, self.roles[self.prompted], self.plan.source.share(self.rank),
+                                 self.plan.source, plan=self.plan, sampled_elsewhere=channel is not None)
+        self.source: Source = DockSource(self.loader, self.plan, channel, run, self.trained, self.rank,
+                                         self.attempt) if channel else self.loader
         self.weights = WeightPublication(channel, self.plan, self.roles, run.transport) \
             if channel and self.context.plan.rollouts else None
         if writes:
@@ -73,12 +77,14 @@ class TrainContext:
         in_memory = worker if self.supervised and run.robust.snapshots else None
         resumed_at = self._restore(worker, in_memory, writes)
         self.first_step = resumed_at or 0
-        self.source.start_at(self.first_step)
+        if writes:
+            self.source.start_at(self.first_step)
         self.executor.before_update = self.state.before_update
         self.executor.sampled = SampledRows(in_memory and in_memory.rollout_cache, resumed_at)
         self.monitor = StepMonitor(run.robust.detectors)
         self.profiler = StepProfiler(run.profile, context.path, context.store.rank)
         self.superseded = self.stopping = False
+        self.learnt = True  # whether the step has trained a role, and not loaded weights
         if writes:
             self.sink = self._open_files(resumed_at)
 
@@ -100,7 +106,7 @@ class TrainContext:
         trajectories of samples that it still has."""
         sampled, run = self.executor.sampled, self.spec.run
         written = resumed_at if resumed_at is None or not (sampled.found or sampled.turns) else resumed_at + 1
-        if run.mode != "sync" and self.attempt > 0:  # the dock has what this rank has sampled
+        if self.channel and self.attempt:  # the dock has what this rank has sampled
             written = None
         trajectories().open(self.context.path / f"trajectories/rank{self.rank}.jsonl", run.trajectories, written)
         validator = self._validator(resumed_at) if run.validation else None
@@ -149,13 +155,13 @@ class TrainContext:
 
     def draw_more(self, task: Task) -> bool:
         """Draw further prompts if the filter `task` has left too few. Return whether it was so."""
-        if self.buffer.try_finish_draw(task, self.source.batch):
+        if self.buffer.try_finish_draw(task, self.loader.batch):
             return False
         self._draw(self.buffer.draw_again)
         return True
 
     def _draw(self, fill: Callable[[Batch, range | None], None]) -> None:
-        number = self.source.drawn_before
+        number = self.loader.drawn_before
         for role in self.roles.values():
             role.draw = number
         with Watch(self.status, "waiting for prompts", f"before draw {number} of prompts"):
@@ -178,7 +184,7 @@ class TrainContext:
         for name, role in self.changing.items() if self.plan.partial_models else ():
             metrics.per_rank(_VERSION.format(name), role.version if role.has_engine else -1, 0)
         self.state.report()
-        values = self.sink.record(done, self.buffer, self.source.epoch)
+        values = self.sink.record(done, self.buffer, self.loader.epoch)
         self._learn_versions()
         self.source.reweigh(metrics.of_ranks)
         changes = [rank["changes"] for rank in metrics.of_ranks if "changes" in rank]
@@ -196,7 +202,8 @@ class TrainContext:
 
     def follow(self, step: int) -> None:
         """Move the roles that follow a trained one. Snapshots of the step before are complete: weights have changed."""
-        follow(self.spec, self.roles, step + 1)
+        if self.learnt:
+            follow(self.spec, self.roles, step + 1)
 
     def snapshot(self, step: int) -> None:
         """Begin to copy the state after the step to memory that outlives this worker."""

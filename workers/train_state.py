@@ -19,7 +19,6 @@ from typing import Any
 import torch.distributed as dist
 
 from distflow.config.run import Checkpoint
-from distflow.data.dataloader import Dataloader
 from distflow.data.exchange import gather_values
 from distflow.errors import CheckpointError
 from distflow.recovery.checkpoint import Checkpoints
@@ -31,6 +30,7 @@ from distflow.recovery.worker_process import WorkerContext
 from distflow.telemetry import timeline
 from distflow.telemetry.events import record
 from distflow.telemetry.metrics import current
+from workers.dock_source import Source
 from workers.engines.role_engines import RoleEngines
 
 
@@ -39,7 +39,7 @@ class TrainState:
     while the work goes on. Without a `worker_context` no snapshots outlive this worker."""
 
     def __init__(self, folder: Path, settings: Checkpoint, worker_context: WorkerContext | None,
-                 roles: Mapping[str, RoleEngines], source: Dataloader, limit: float,
+                 roles: Mapping[str, RoleEngines], source: Source, limit: float,
                  frozen: Collection[str] = ()):
         """`roles`: those whose weights change; `frozen`: roles of the run whose weights do not."""
         self.frozen = frozen

@@ -42,7 +42,9 @@ from distflow.telemetry.run_folder import RunFolder
 from distflow.telemetry.run_reader import RunReader, changed_settings
 from distflow.telemetry.trajectories import trajectories
 from planners.check import prompted_role
+from workers.colocated import ColocatedSampling
 from workers.context import RankContext
+from workers.dock_source import DockSource
 from workers.encode import data_file, dataloader, image_encoder_of
 from workers.engines.collectives import torch_name
 from workers.engines.devices import choose
@@ -52,16 +54,16 @@ from workers.engines.tp_leader import TPFollowerEngine, TPLeader
 from workers.engines.trainer import schedule_jump
 from workers.engines.weight_updates import WeightUpdates
 from workers.execution import InferenceExecutor
+from workers.fusion import Fusion
 from workers.inference import InferenceContext
 from workers.isolation import scoring
-from workers.loop import infer, rollout, serve, train
+from workers.loop import infer, rollout, train
 from workers.preflight import prove_with_tokenizer
 from workers.preflight.proofs import Preflight
 from workers.roles import build_roles, tokenizer_of
 from workers.rollout import RolloutContext
 from workers.rollout_channel import RolloutChannel
 from workers.sink import write_models
-from workers.sources import source_of
 from workers.train_context import TrainContext
 from workers.training_api.calls import TrainingCalls
 from workers.weight_sync import load_if_newer
@@ -171,7 +173,7 @@ def _train(context: RankContext, worker_context: WorkerContext, store: Store, ch
             _describe_resumed(context, ctx.first_step + 1)
         if channel and leads:
             channel.announce_start(ctx.first_step)
-        done = serve(ctx, TrainingCalls(ctx)) if ctx.spec.run.training_api else train(ctx)
+        done = train(ctx, TrainingCalls(ctx) if ctx.spec.run.training_api else None)
         if channel and done:
             channel.announce_end()
     ctx.close()
@@ -195,12 +197,10 @@ def _describe_resumed(context: RankContext, step: int) -> None:
 def _train_context(context: RankContext, worker_context: WorkerContext, store: Store,
                    channel: RolloutChannel | None, writes: bool) -> TrainContext:
     """Return the training loop's context once all ranks have theirs; a start that fails leaves no new run folder."""
-    functions, follows = _load_functions(context.spec, context.own), bool(context.group and context.group.first)
-    if channel and context.spec.run.mode == "semi_sync" and not follows:
-        functions |= _load_functions(context.spec, context.plan.groups[1].plan)
+    functions = _load_functions(context.spec, context.own)
     rank, again = dist.get_rank(), worker_context.attempt.number > 0
     with contextlib.ExitStack() as starting:
-        makes = rank == 0 and not follows and not context.resume
+        makes = rank == 0 and not context.resume
         if makes and not (again and RunFolder.is_made(context.path)):
             # From here on the others notice at once that a rank has failed.
             undo = starting.enter_context(_ending_on_sigterm())
@@ -210,7 +210,9 @@ def _train_context(context: RankContext, worker_context: WorkerContext, store: S
             created = RunFolder.created(context.path, context.spec, context.plan, search, context.agent)
             undo.append(starting.enter_context(created))
         status = RankStatus(store, rank, dist.get_world_size(), context.restart_group.ranks.start)
-        ctx = TrainContext(context, worker_context, status, functions, source_of, writes, channel)
+        ctx = TrainContext(context, worker_context, status, functions, writes, channel)
+        if isinstance(ctx.source, DockSource):
+            _connect_calls(ctx, ctx.source)
         if ctx.proofs:
             ctx.proofs.at_start(ctx.roles, context.preflight or Preflight())
         if context.preflight and worker_context.first and not again:
@@ -221,6 +223,15 @@ def _train_context(context: RankContext, worker_context: WorkerContext, store: S
     if writes and context.lock and not worker_context.supervisor_pid:  # else the supervisor takes it
         context.lock.hold()
     return ctx
+
+
+def _connect_calls(ctx: TrainContext, source: DockSource) -> None:
+    """Give the source what this rank does before and while samples come."""
+    if ctx.spec.run.mode == "semi_sync":
+        functions = _load_functions(ctx.spec, ctx.context.plan.groups[1].plan)
+        source.sample = ColocatedSampling.of(ctx, source.channel, functions).run
+    if ctx.plan.early:
+        source.compute = Fusion(ctx, source.channel).run
 
 
 def _end_preflight(account: Preflight, spec: Spec, role: RoleEngines) -> None:

@@ -179,17 +179,13 @@ def _whole_turns(shares: Sequence[float], due: Sequence[float], total: int) -> t
 class Dataloader:
     """Loads this share's rows of each step; their ids are positions in the stream, unique over the whole run."""
 
-    in_order = True
-    """Whether training takes the prompts in the order of the stream."""
-    starts_passes = True
-    """Whether a state may be moved to the beginning of a pass."""
-
     def __init__(self, records: Records, encode: Encode, batch: int, seed: int, share: int | None = None,
                  layout: Layout = ONE, files: DataFiles | None = None):
         """`files`: identity of the data, by which a state of other data is known."""
         self.records, self.encode, self.batch, self.seed = records, encode, batch, seed
         self.share, self.layout, self.files = share, layout, files or {}
-        self.position = 0
+        self.position = self.left_over = 0
+        """Prompts before the next step's, and those of them that the state's run had not trained on."""
 
     def next(self) -> Batch:
         """Return the next step's rows of this share: none without a share, or perhaps if ranks outnumber rows."""
@@ -226,13 +222,19 @@ class Dataloader:
             self.records.reweigh(means, self.position, self.seed, self.batch)
 
     def start_at(self, step: int) -> None:
-        """Go on at the step after `step` steps, when a state has been loaded: nothing depends on its number."""
+        """Begin to train after `step` steps. Raises InvalidInput: prompts were left over, which are all before these.
+        """
+        if self.left_over:
+            raise InvalidInput(f"the run left {self.left_over} prompts over that later steps were to train on, since "
+                               "it took those first that were done first. Resume it in its own mode and with its own "
+                               "on_stale (drop or keep):  distflow resume RUN  without  --set mode=… and --set "
+                               "on_stale=…")
 
     def take_results(self) -> tuple[()]:
         return ()
 
     def reconcile(self) -> None:
-        """Make what other groups hold agree with this state: nothing."""
+        """Make what other groups hold agree with this state: there are none."""
 
     def finish(self) -> None:
         """End the step."""
@@ -266,23 +268,19 @@ class Dataloader:
             else {}
         return {"position": self.position, **weights, **({"files": self.files} if self.files else {})}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state. Raises InvalidInput: prompts were left over, and this loader takes none of them."""
-        if self.in_order and (left := len(state.get("open", ()))):
-            raise InvalidInput(f"the run left {left} prompts over that later steps were to train on, since it took "
-                               "those first that were done first. Resume it in its own mode and with its own on_stale "
-                               "(drop or keep):  distflow resume RUN  without  --set mode=… and --set on_stale=…")
-        self.position = int(state["position"])
-        self._compare_files(state.get("files", {}))
+    def load_state_dict(self, state: dict[str, Any], new_pass: bool = True) -> None:
+        """Load a state. `new_pass`: whether data with another number of records begins a new pass."""
+        self.position, self.left_over = int(state["position"]), len(state.get("open", ()))
+        self._compare_files(state.get("files", {}), new_pass)
         if isinstance(self.records, Mixture) and "mixture" in state:
             self.records.load_state_dict(state["mixture"])
 
-    def _compare_files(self, before: DataFiles) -> None:
+    def _compare_files(self, before: DataFiles, new_pass: bool) -> None:
         """Say which files are others than those of the state, and where training continues. A single training set with
-        another number of records begins a new pass, unless a dock holds prompts by their position."""
+        another number of records may begin a new pass."""
         for name, resized, how in changes(before, self.files):
             held_out = name.startswith("validation ")
-            if resized and not held_out and self.starts_passes and not isinstance(self.records, Mixture):
+            if resized and not held_out and new_pass and not isinstance(self.records, Mixture):
                 self.position += -self.position % len(self.records)
             where = f"Training continues at record {self.position % len(self.records) + 1:,} of pass " \
                     f"{self.position // len(self.records) + 1:,} over it, in its shuffled order."

@@ -54,7 +54,6 @@ class TrainingCalls:
     def __init__(self, ctx: TrainContext):
         self.ctx, self.name = ctx, ctx.prompted
         self.role = ctx.roles[ctx.prompted]
-        self.learnt = False  # whether the step has ended with an update, and not with weights that were loaded
         self.passes = self.sampled = 0  # calls of forward_backward, and rows sampled, in this step
         self.session = ""  # of the client whose passes these are; on rank 0
         self.update: tuple[TrainingCall, Any] | None = None  # call that has ended the step, with its result; on rank 0
@@ -77,7 +76,7 @@ class TrainingCalls:
                 "max_tokens": generation.max_new_tokens, "temperature": generation.temperature}
 
     def until_update(self, step: int) -> bool:
-        """Answer calls until one changes the weights. Return False, on all ranks alike, if the run is to stop."""
+        """Answer calls until one changes the weights. Return False, on all ranks alike, if the run is stopping."""
         self.passes = self.sampled = 0
         for role in self.ctx.roles.values():
             role.draw = step
@@ -85,9 +84,10 @@ class TrainingCalls:
         while True:
             call, name, arguments, stops = self._next()
             if stops:
+                self.ctx.stopping = True
                 return False
             if name and self._answered(call, name, arguments):
-                self.ctx.source.position += self.ctx.source.batch
+                self.ctx.loader.position += self.ctx.loader.batch
                 return True
 
     def confirm(self, step: int) -> None:
@@ -146,7 +146,7 @@ class TrainingCalls:
             if self.server:
                 self.server.passes = self.passes
         if name in UPDATES:
-            self.learnt = name == "optim_step"
+            self.ctx.learnt = name == "optim_step"
             self.update = (call, result) if call else None
             return True
         self.ctx.status.set(_WAITING)
@@ -262,7 +262,7 @@ class TrainingCalls:
 
     def _prompts(self) -> list[dict[str, Any]]:
         """Return the prompts of the run's data that a DAG's run would take in this step."""
-        source = self.ctx.source
+        source = self.ctx.loader
         batch = source.at(torch.arange(source.position, source.position + source.batch))
         texts = {name: decode_text(column) for name, column in batch.columns.items()
                  if isinstance(column, Ragged) and isinstance(column.values, torch.Tensor)

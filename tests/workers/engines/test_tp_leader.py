@@ -19,7 +19,7 @@ from distflow.data.batch import Ragged
 from distflow.errors import RankMissing
 from distflow.weights.publisher import Publisher
 from distflow.weights.puller import Puller
-from workers.colocated import ColocatedSource
+from workers.colocated import ColocatedSampling
 from workers.engines.devices import NAMES
 from workers.engines.sampling import TokenLimits
 from workers.engines.shared_engine import SharedEngine
@@ -148,7 +148,7 @@ def left_alone() -> list[str]:
     if dist.get_rank() == 1:
         swap = SimpleNamespace(sampling=lambda: contextlib.nullcontext(None))
         with pytest.raises(RankMissing) as error:
-            ColocatedSource({"actor": swap}, None, share, enough=0, limit=60.0).sample(0, lambda: False)
+            ColocatedSampling({"actor": swap}, None, share, enough=0, limit=60.0).run(0, lambda: False)
         notes = error.value.__notes__
     dist.barrier()
     return notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -9,31 +10,27 @@ import torch
 
 from distflow.data.batch import Batch, Ragged
 from distflow.data.crossing import REPORT, report_column
+from distflow.data.dataloader import Dataloader
 from distflow.dock import Consumer, DockClient, StorageShardServer, TimedOut
 from distflow.dock.consumers import ORDER
+from distflow.errors import InvalidInput
 from distflow.plan import ROLLOUT, TRAINER
 from distflow.telemetry.metrics import Metrics
+from workers.dock_source import DockSource
 from workers.rollout_channel import RolloutChannel
-from workers.sources import AsyncSource, UnorderedSource
 
 ROWS, PROMPTS, TOKEN = 4, 2, bytes(32)
 
 
-class Loader:
-    """Two prompts a step; `position` of those that were drawn."""
+class Records(list):
+    """Records of no fields."""
 
-    batch = PROMPTS
-    records = encode = seed = share = layout = files = None
+    def get(self, indices):
+        return [self[index] for index in indices]
 
-    def __init__(self, steps: int):
-        self.position = steps * PROMPTS
 
-    @property
-    def drawn_before(self) -> int:
-        return self.position // PROMPTS
-
-    def at(self, prompts: torch.Tensor) -> torch.Tensor:
-        return prompts
+def loader() -> Dataloader:
+    return Dataloader(Records([{}] * 8), lambda records: {}, PROMPTS, 0)
 
 
 @pytest.fixture
@@ -50,23 +47,39 @@ def channel():
     service.close()
 
 
+@pytest.mark.parametrize(("on_stale", "refused"), [("drop", False), ("keep", False), ("wait", True), ("", True)])
+def test_prompts_left_over_are_refused_where_training_is_in_order(empty, on_stale, refused):
+    """Without `on_stale`: in mode sync. An export loads a state, and trains on nothing."""
+    source = DockSource(loader(), plan(), empty, settings(on_stale=on_stale), TRAINED, 0) if on_stale else loader()
+    source.load_state_dict({"position": 4, "open": [[1, 0]]})
+    with pytest.raises(InvalidInput, match="left 1 prompts over") if refused else contextlib.nullcontext():
+        source.start_at(2)
+    source.close()
+
+
 def ready(dock: DockClient) -> int:
     return sum(each["indexes"][TRAINER]["ready"] for each in dock.status() if TRAINER in each["indexes"])
 
 
-def context(attempt: int = 0, tasks=(), **settings) -> SimpleNamespace:
-    run = SimpleNamespace(**{"steps": 3, "staleness": 0, "wait_limit": 1.0, "on_stale": "wait", **settings})
-    return SimpleNamespace(plan=SimpleNamespace(tasks=tasks, source=None, ranks=1), rank=0, attempt=attempt,
-                           spec=SimpleNamespace(run=run), trained={"actor": SimpleNamespace(version=0)})
+def settings(**more) -> SimpleNamespace:
+    return SimpleNamespace(**{"steps": 3, "staleness": 0, "wait_limit": 1.0, "on_stale": "wait",
+                              "trainer_samples_alone": False, **more})
 
 
-def trainer(channel: RolloutChannel, steps: int, attempt: int = 0) -> AsyncSource:
-    source = AsyncSource(Loader(steps), context(attempt), channel)
-    source.position = steps * PROMPTS
+def plan(*tasks) -> SimpleNamespace:
+    return SimpleNamespace(tasks=tasks, source=None, ranks=1)
+
+
+TRAINED = {"actor": SimpleNamespace(version=0)}
+
+
+def trainer(channel: RolloutChannel, steps: int, attempt: int = 0) -> DockSource:
+    source = DockSource(loader(), plan(), channel, settings(), TRAINED, 0, attempt)
+    source.load_state_dict({"position": steps * PROMPTS})
     return source
 
 
-def test_async_source_reconcile_commits_rows_of_the_snapshot(channel):
+def test_ordered_source_reconcile_commits_rows_of_the_snapshot(channel):
     """A trainer died between the two: only the rows of steps to come are left."""
     with channel.dock("somebody") as dock:
         first = dock.lease(TRAINER, ROWS * PROMPTS, step=0)
@@ -98,11 +111,10 @@ def unordered(empty):
     """Make trainers that are at most one step ahead."""
     made = []
 
-    def make(drops: bool = True, state=None, attempt: int = 0) -> UnorderedSource:
+    def make(drops: bool = True, state=None, attempt: int = 0) -> DockSource:
         task = SimpleNamespace(node="rollout", role="actor", writes=("versions",), arrives=False, out_fan=(), draws=1)
-        on_stale = "drop" if drops else "keep"
-        source = UnorderedSource(Loader(0), context(attempt, (task,), steps=4, staleness=1, on_stale=on_stale), empty)
-        source.at = lambda prompts: prompts
+        run = settings(steps=4, staleness=1, on_stale="drop" if drops else "keep")
+        source = DockSource(loader(), plan(task), empty, run, {"actor": SimpleNamespace(version=0)}, 0, attempt)
         if state:
             source.load_state_dict(state)
         made.append(source)
@@ -127,9 +139,9 @@ def sample(channel, prompts: dict[int, int]) -> None:
             dock.commit(leased[prompt])
 
 
-def step(source: UnorderedSource, number: int) -> list[int]:
+def step(source: DockSource, number: int) -> list[int]:
     source.trained["actor"].version = 10 * number
-    found = source.next().tolist()
+    found = source.next().ids.tolist()
     source.finish()
     return found
 
@@ -150,12 +162,12 @@ def test_unordered_source_takes_done_prompts_first_and_resamples_stale_ones(empt
 
 
 @pytest.mark.parametrize(("position", "asked"), [(4 * PROMPTS, {8, 9}), (2 * PROMPTS + 1, {6, 7})])
-def test_async_source_resumes_with_another_batch_size(empty, position, asked):
+def test_ordered_source_resumes_with_another_batch_size(empty, position, asked):
     """Two steps of three are done, by twice as many prompts, or by a number that ends in the middle of a draw."""
-    source = AsyncSource(Loader(0), context(), empty)
+    source = DockSource(loader(), plan(), empty, settings(), TRAINED, 0)
     source.load_state_dict({"position": position})
     source.start_at(2)
-    source._enqueue_prompts(source.drawn_before)
+    source._enqueue_prompts(source.loader.drawn_before)
     with empty.dock("rollout 1") as dock:
         leases = iter(lambda: dock.try_lease(ROLLOUT, ROWS), None)
         assert {int(lease.ids[0]) // ROWS for lease in leases} == asked
@@ -167,7 +179,7 @@ def test_unordered_source_trains_each_prompt_once_across_restarts(empty, unorder
     source = unordered()
     source._enqueue_prompts(0)
     sample(empty, {0: 0, 2: 0})
-    trained = source.next().tolist()
+    trained = source.next().ids.tolist()
     again = unordered(state=source.state_dict(), attempt=1)
     again.reconcile()
     again.trained["actor"].version = 10
