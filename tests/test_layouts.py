@@ -34,8 +34,8 @@ def overrides(**layouts: dict[str, int]) -> list[str]:
 
 
 NAMES = list(SPLITS)
-PAIRS = [(NAMES[place], NAMES[(place + apart) % len(NAMES)]) for place in range(len(NAMES)) for apart in (1, 3)]
-"""From each layout to two others, and to each from two others."""
+PAIRS = [(NAMES[place - 1], NAMES[place]) for place in range(len(NAMES))]
+"""From each layout to another one, and to each from another one."""
 
 
 @pytest.mark.parametrize(("update", "reference"), [*PAIRS, ("dp2-tp2", "dp2-tp2"), ("tp2-cp2", "tp2-cp2")])
@@ -83,8 +83,7 @@ SOME = {
                       [{"actor: rollout"}, {"actor", "reference"}, {"actor"}])}
 
 
-@pytest.mark.parametrize("swap", [False, True])
-@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize(("case", "swap"), [("a role each", False), ("all sample", True), ("others sample", False)])
 def test_ranks_without_rows_of_a_role_have_no_model_of_it(folder, alone, case, swap):
     rows, held = SOME[case]
     wanted = [f"layouts.{node}.rows={parts}" for node, parts in rows.items()]

@@ -66,7 +66,7 @@ def measured(folder: str, overrides: list[str]) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("layout", [[], ["layouts.update.tp=2"], ["layouts.update.tp=4"]], ids=["dp4", "tp2", "tp4"])
+@pytest.mark.parametrize("layout", [[], ["layouts.update.tp=4"]], ids=["dp4", "tp4"])
 @pytest.mark.parametrize("swap", [False, True], ids=["stays", "swaps"])
 def test_the_estimate_is_within_a_tenth(folder, layout, swap):
     for rank, found in enumerate(run_ranks(4, measured, folder, [*layout, f"roles.actor.swap={str(swap).lower()}"])):

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from harness import ROOT, command, environment, events_of, lines_of
 
+from distflow.cli import main
 from distflow.telemetry.processes import descendants
 
 RUN = ("run", "grpo.yaml", "--run", "tiny.yaml", "--ranks", "2", "--set", "checkpoint.every=1000")
@@ -74,7 +75,7 @@ def still_alive(processes: set[int], seconds: float = 90.0) -> set[int]:
     return left
 
 
-def test_a_run_that_is_told_to_end_keeps_its_step_and_goes_on(distflow, workspace):
+def test_a_run_that_is_told_to_end_keeps_its_step_and_goes_on(distflow, workspace, monkeypatch, capsys):
     run, folder = distflow(*RUN, *LONG, "--name", "told"), workspace / "runs/told"
     until_step(run, 2)
     processes = {run.pid, *descendants(run.pid)}
@@ -87,8 +88,9 @@ def test_a_run_that_is_told_to_end_keeps_its_step_and_goes_on(distflow, workspac
     assert step >= 2
     assert last == (f"runs/told was stopped after step {step}; its checkpoint of step {step} is kept. Go on:  "
                     "distflow resume runs/told")
-    why = distflow("why", "runs/told").stdout.read()
-    assert f"It was told to end (Ctrl-C or SIGTERM), and did so after step {step}." in why
+    monkeypatch.chdir(workspace)
+    assert main(["why", "runs/told"]) == 0
+    assert f"It was told to end (Ctrl-C or SIGTERM), and did so after step {step}." in capsys.readouterr().out
     again = distflow("resume", "runs/told", "--set", f"steps={step + 1}", "--set", "roles.actor.learning_rate=1e-5")
     said = again.stdout.read()
     assert again.wait(60) == 0, said
@@ -96,10 +98,11 @@ def test_a_run_that_is_told_to_end_keeps_its_step_and_goes_on(distflow, workspac
     (changed,) = events_of(folder, "settings_changed")
     assert [changed["settings"][name][1] for name in ("roles.actor.learning_rate", "steps")] == ["1e-05", str(step + 1)]
     settings = (folder / "run.yaml").read_text()
-    fewer = distflow("resume", "runs/told", "--set", "steps=1").stdout.read()
-    assert f"runs/told has done {step + 1} steps, and `steps: 1` is fewer" in fewer
+    assert main(["resume", "runs/told", "--set", "steps=1"]) == 2
+    assert f"runs/told has done {step + 1} steps, and `steps: 1` is fewer" in capsys.readouterr().err
     assert (folder / "run.yaml").read_text() == settings, "what the steps were made with"
-    assert f"distflow resume runs/told --set steps={2 * step + 2}" in distflow("resume", "runs/told").stdout.read()
+    main(["resume", "runs/told"])
+    assert f"distflow resume runs/told --set steps={2 * step + 2}" in "".join(capsys.readouterr())
     assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, step + 2))
 
 
@@ -115,26 +118,31 @@ def test_a_trainer_is_given_the_samples_of_its_last_step(distflow, workspace):
     assert list((workspace / "runs/told/checkpoints").iterdir())
 
 
-SLOW = """
-import time
+LATE = """
+import os, time
+from pathlib import Path
 from distflow import reward
 
 @reward
-def slow(completions):
-    time.sleep(3.0)
+def late(completions):
+    asked = Path(f"asked-{os.environ['RANK']}")
+    if asked.exists():
+        while not Path("told").exists():
+            time.sleep(0.05)
+        time.sleep(1.0)
+    asked.touch()
     return [0.0 for _ in completions]
 """
+"""Its second call lasts for a second longer than until the run is told to end."""
 
 
-@pytest.mark.parametrize("mode", [
-    (), pytest.param(("--set", "mode=async", "--set", "groups.rollout=1"), marks=pytest.mark.run)],
-    ids=["sync", "async"])
-def test_a_run_that_is_told_to_end_in_its_last_step_has_ended_well(distflow, workspace, mode):
-    (workspace / "slow_reward.py").write_text(SLOW)
-    run = distflow(*RUN, "--name", "whole", "--set", "steps=2", "--set", "imports=[slow_reward]", *mode,
-                   "--set", "nodes.reward.with.reward=slow", "--set", "validation=null")
+def test_a_run_that_is_told_to_end_in_its_last_step_has_ended_well(distflow, workspace):
+    (workspace / "late_reward.py").write_text(LATE)
+    run = distflow(*RUN, "--name", "whole", "--set", "steps=2", "--set", "imports=[late_reward]",
+                   "--set", "nodes.reward.with.reward=late", "--set", "preflight=false")
     until_step(run, 1)
     run.send_signal(signal.SIGTERM)
+    (workspace / "told").touch()
     said = run.stdout.read()
     assert run.wait(60) == 0, said
     assert "was stopped" not in said
@@ -194,11 +202,11 @@ def test_the_reason_is_the_last_thing_on_the_screen(distflow, workspace):
     assert "torch/distributed" not in said
 
 
-def test_a_reward_of_one_sample_or_of_all(distflow, workspace):
+def test_a_reward_of_one_sample_or_of_all(workspace, monkeypatch, capsys):
     (workspace / "wrong.py").write_text(PLURAL)
-    run = distflow(*RUN, "--set", "imports=[wrong]", "--set", "nodes.reward.with.reward=plural")
-    said = run.stdout.read()
-    assert run.wait(60) == 2
+    monkeypatch.chdir(workspace)
+    assert main([*RUN, "--set", "imports=[wrong]", "--set", "nodes.reward.with.reward=plural"]) == 2
+    said = capsys.readouterr().err
     assert "wrong.py:5: reward `plural` has the parameter `completions: str`" in said
     assert "completion: str  for one sample" in said
 
