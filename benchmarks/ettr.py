@@ -16,6 +16,7 @@ Run by hand:  python -m benchmarks.ettr
 
 from __future__ import annotations
 
+import random
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
@@ -58,11 +59,13 @@ class Trial(Contest):
     def measure(self, mode: str, side: str, seed: int) -> Outcome:
         given = self.given
         apart = () if mode == "sync" else ("groups.rollout=1", "staleness=1")
-        faults = () if side == "none" else (f"faults=[{{kind: kill, share: {given.share}}}]",)
+        drawn = random.Random(seed)
+        steps = [step for step in range(2, given.updates + 1) if drawn.random() < given.share]
+        faults = () if side == "none" else (f"faults=[{', '.join(f'{{kind: kill, step: {step}}}' for step in steps)}]",)
         task = side == "task"
         name = f"{mode}-{side}-{seed}"
         folder = run_once(self.scratch, name, self.dag, "embedded.yaml", RANKS, (
-            f"mode={mode}", *apart, *faults, f"robust={{restart: {'task' if task else 'role'}, restarts: {RESTARTS}}}",
+            f"mode={mode}", *apart, *faults, f"robust.restarts={0 if task else RESTARTS}",
             f"checkpoint={{every: {int(task)}, keep: 2}}", *self.settings(seed, given.updates)),
                           RESTARTS if task else 0)
         outcome = Outcome(account(read(folder)), [step["step"] for step in steps_of(folder)],

@@ -34,8 +34,7 @@ from planners.memory import GIB, needed
 LIBRARIES = ("torch", "transformers", "triton", "vllm", "peft", "liger-kernel", "kernels", "flash-attn")
 LEAST, GRACE = 15.0, 40.0  # seconds without which no part begins; that one has to end by itself
 PASSED, QUICK = "passed", ("plain", "resume", "kill")
-MODEL = ("roles.actor.model={architecture: qwen2, layers: %d, hidden: 896, heads: 14, kv_heads: 2, head_dim: 64, "
-         "max_positions: 1024}")
+MODEL = ("roles.actor.model={architecture: qwen2, layers: %d, hidden: 896, heads: 14, kv_heads: 2}")
 FILLED = ("roles.actor.generation.max_new_tokens=128", "roles.actor.dtype=bfloat16",
           "roles.actor.micro_batch_tokens=2048")  # so that micro-batches are as full as the plan counts them
 COMMON = ("steps=3", "data.batch=8", "checkpoint.every=2", "validation=null", "report=false",
@@ -68,13 +67,12 @@ SHORT_RUNS = [Run("plain"),
               Run("recompute", setting("recompute=true")),
               Run("offload", setting("offload=true")),
               Run("lora", setting("lora={rank: 8}")),
-              Run("compile", setting("compile=true"), seconds=150.0),
               Run("ppo", dag="ppo.yaml", large=False),
               Run("resume", resumes="plain"),
               Run("freeze", setting("freeze=['*.layers.0.*', '*.layers.1.*']")),
               Run("megatron", setting("engine=megatron"), needs="megatron.core"),
-              Run("share", ("mode=async", "groups={rollout: 1, share_gpus: true}"), ranks=2, large=False),
-              Run("inference", ("mode=async", "groups={rollout: 1, inference: {reference: 1}, share_gpus: true}"),
+              Run("share", ("mode=async", "groups.rollout=1"), ranks=2, large=False),
+              Run("inference", ("mode=async", "groups={rollout: 1, inference: {reference: 1}}"),
                   ranks=3, large=False),
               Run("partial", ("mode=semi_sync", "groups={rollout: 0}", "staleness=1", "on_stale=drop")),
               Run("kill", ("faults=[{kind: kill, step: 2, phase: training}]",)),

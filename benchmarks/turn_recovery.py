@@ -48,8 +48,8 @@ nodes:
               reads: {rewards: environment_rewards}}
   update:    {role: actor, type: MODEL_TRAIN, function: policy_update, dependencies: [advantage]}
 """
-SETTINGS = ("validation=null", "data.batch=6", "checkpoint={every: 5, keep: 2}", "trajectories=1000", "report=false",
-            "roles.actor.model={architecture: qwen3, layers: 2, hidden: 64, heads: 2, kv_heads: 1, head_dim: 32}",
+SETTINGS = ("validation=null", "data.batch=6", "checkpoint={every: 5, keep: 2}", "samples=all", "report=false",
+            "roles.actor.model={architecture: qwen3, layers: 2, hidden: 64, heads: 2, kv_heads: 1}",
             "roles.actor.generation.max_new_tokens=8", "roles.actor.generation.batch_rows=1",
             "robust={restarts: 100000}")
 

@@ -274,7 +274,7 @@ class TrainingClient:
             else:
                 raise CallRefused(f"`{name}`: {_reason(reply)}")
         raise TimeoutError(f"no run has answered `{name}` at {self._address} for {self._seconds:g} s ({why}). Was it "
-                           "started with  --set training_api={} , and is it going on?")
+                           "started with  --set training_api=localhost , and is it going on?")
 
     def _place(self) -> str:
         if self._folder is not None:  # another worker may have another address

@@ -50,10 +50,6 @@ CPU = "cpu"
 """Name of a device that is a core."""
 _NEAR = 0.5  # machines are in one zone if their link has at least this part of the best one's bandwidth
 Ends = tuple[int, int]  # two ranks, the lower one first
-_OF_MEASURED = {"compute": 0.84, "memory": 1.0, "links": 1.0}
-"""Shares of measured rates that large tasks reach. Of the products of square matrices: A100 and H100 train at 0.80 and
-0.61 of the peak (LLM Foundry's tables), and their products reach 0.87 and 0.80 of it (Bekman, Machine Learning
-Engineering, compute/accelerator, maximum achievable matmul)."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +61,12 @@ class DeviceProbe:
     tflops: dict[str, float]
     memory_gib: float
     memory_gb_s: float
-    host_gb_s: float
 
     def alike(self, other: DeviceProbe) -> bool:
         if self.name == other.name == CPU and self.machine == other.machine:
             return True  # cores of one machine: what they differ by is what else the machine did
         rates = [(self.tflops[dtype], other.tflops[dtype]) for dtype in self.tflops]
-        rates += [(getattr(self, key), getattr(other, key)) for key in ("memory_gib", "memory_gb_s", "host_gb_s")]
+        rates += [(getattr(self, key), getattr(other, key)) for key in ("memory_gib", "memory_gb_s")]
         return self.name == other.name and all(max(pair) < (1 + ALIKE) * min(pair) for pair in rates)
 
 
@@ -95,9 +90,9 @@ def cluster_of_probes(name: str, devices: Sequence[DeviceProbe], links: Mapping[
         inside = [link for ends, link in links.items() if any(set(ends) <= set(block) for block in same)]
         machines[f"machine{len(machines) + 1}"] = {
             "device": _type_of(devices[ranks[0]], types), "devices": len(same[0]), "count": len(same),
-            "zone": zones[same[0][0]], "host_gb_s": _number([devices[rank].host_gb_s for rank in ranks]),
-            **({"inside": _link(inside)} if len(same[0]) > 1 else {})}
-    return {"name": name, "devices": {key: _device(members) for key, members in types.items()}, "machines": machines,
+            "zone": zones[same[0][0]], **({"inside": _link(inside)} if len(same[0]) > 1 else {})}
+    return {"name": name, "measured": True, "machines": machines,
+            "devices": {key: _device(members) for key, members in types.items()},
             **_between(blocks, devices, links, zones)}
 
 
@@ -142,8 +137,7 @@ def _type_of(device: DeviceProbe, types: Mapping[str, list[DeviceProbe]]) -> str
 
 def _device(members: Sequence[DeviceProbe]) -> dict[str, Any]:
     return {"tflops": {dtype: _number([member.tflops[dtype] for member in members]) for dtype in members[0].tflops},
-            **{key: _number([getattr(member, key) for member in members]) for key in ("memory_gib", "memory_gb_s")},
-            "efficiency": dict(_OF_MEASURED)}
+            **{key: _number([getattr(member, key) for member in members]) for key in ("memory_gib", "memory_gb_s")}}
 
 
 def _pairs(blocks: Sequence[range], devices: Sequence[DeviceProbe], links: Mapping[Ends, LinkProbe]) -> \
@@ -183,7 +177,7 @@ def _between(blocks: Sequence[range], devices: Sequence[DeviceProbe], links: Map
     for ends, measured in _pairs(blocks, devices, links).items():
         names = tuple(sorted({zones[end] for end in ends}))
         joined.setdefault(names if len(names) > 1 else (), []).append(_link(measured, _between_machines(ends, devices)))
-    medians = {names: {key: _number([one[key] for one in each]) for key in ("gb_s", "latency_us")} | {"efficiency": 1.0}
+    medians = {names: {key: _number([one[key] for one in each]) for key in ("gb_s", "latency_us")}
                for names, each in joined.items()}
     paths = [{"between": list(names), **link} for names, link in medians.items() if names]
     return {**({"links": {"zone": medians[()]}} if () in medians else {}), **({"paths": paths} if paths else {})}

@@ -184,9 +184,9 @@ def _check_use(spec: Spec, unknown: bool) -> list[Diagnostic]:
         if "MODEL_TRAIN" in types:
             what += " that has a vocabulary to answer with"
         return [Diagnostic(what, spec.run_source.location(("validation",), key=True), "Take `validation` out.")]
-    if spec.run.training_api and spec.run.all_samples:
-        return [Diagnostic("`all_samples` has no effect with `training_api`, whose client gets the samples",
-                           spec.run_source.location(("all_samples",), key=True), "Take `all_samples` out.")]
+    if spec.run.training_api and spec.run.samples == "all":
+        return [Diagnostic("`samples: all` has no effect with `training_api`, whose client gets the samples",
+                           spec.run_source.location(("samples",), key=True), "Take `samples` out.")]
     if spec.run.training_api and spec.run.roles:
         for name, settings in spec.run.roles.items():
             if settings.generation.routing_replay:
@@ -350,14 +350,13 @@ def _wrong(spec: Spec, fault: Fault, groups: Mapping[str, range]) -> Iterator[tu
         yield "phase", "a worker that starts has no step yet", "Name another phase."
     if fault.kind == "corrupt" and (fault.group != TRAINER or not spec.run.robust.snapshots):
         yield "kind", "only a trainer's copies in memory can be changed, where `robust.snapshots` is on", ""
-    if fault.step is not None and fault.step > spec.run.steps:
+    if fault.step > spec.run.steps:
         yield "step", f"there is no step {fault.step} in a run of {spec.run.steps}", ""
 
 
-_GROUP_KEYS = ("groups", "staleness", "on_stale", "on_new_weights", "transport", "switch_at", "fuse")
+_GROUP_KEYS = ("groups", "staleness", "on_stale", "transport", "fuse")
 """Keys of the run file for ranks that sample while others train."""
-_ALONE = {"switch_at": "ranks sample until all samples of a step are there",
-          "fuse": "nothing is sampled while ranks train", "transport": "no weights are published"}
+_ALONE = {"fuse": "nothing is sampled while ranks train", "transport": "no weights are published"}
 """Keys of the run file that say nothing where no rank only samples, and why."""
 
 
@@ -374,9 +373,6 @@ def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumn
     notes += [f"`{key}` changes nothing in mode sync, where all ranks sample and then train. Set  mode: async"
               for key in _GROUP_KEYS
               if spec.run.mode == "sync" and getattr(spec.run, key) != Run.model_fields[key].default]
-    if spec.run.mode == "async" and spec.run.switch_at != Run.model_fields["switch_at"].default:
-        notes.append("`switch_at` changes nothing in mode async, where no rank both samples and trains. "
-                     "Set  mode: semi_sync")
     notes += [f"`{key}` changes nothing with  groups: {{rollout: 0}} : {why}" for key, why in _ALONE.items()
               if spec.run.trainer_samples_alone and getattr(spec.run, key) != Run.model_fields[key].default]
     notes += [f"role `{role}` computes with the model of `{base_of(spec, role)}`, without its adapters, and with that "

@@ -53,12 +53,6 @@ class GroupCut:
         shares, rest = divmod(self.trainer, self.model.width)
         return {} if rest else {role: replace(self.model, dp=shares) for role in sorted(self.sampling)}
 
-    def notes(self, spec: Spec) -> tuple[str, ...]:
-        if self.samplers or not self.nodes or not spec.run.trainer_validates:
-            return ()
-        return (f"each of the {self.trainer} ranks that train validates with a whole model: the {self.model.width} "
-                "ranks over which that of a rollout is split do not divide them",)
-
     def owner(self, node: str) -> str:
         """Return the group that runs a node."""
         apart = next((each.group for each in self.inference if node in each.nodes), TRAINER)

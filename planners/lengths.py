@@ -77,9 +77,6 @@ def _sampled(spec: Spec, bound: dict[str, Contract]) -> Iterator[tuple[str, _Lim
         settings = spec.settings_of(role)
         prompt = spec.run.data.max_prompt_tokens + _longest_beginning(spec, bound, role)
         more, key = settings.generation.max_new_tokens if settings else 0, f"roles.{role}.generation.max_new_tokens"
-        own = spec.run.validation.max_new_tokens if spec.run.validation and role in validated else None
-        if own and (own > more or role not in generating):
-            more, key = own, "validation.max_new_tokens"
         yield role, _Limit(prompt, more, key)
 
 

@@ -276,11 +276,8 @@ def _remedy(spec: Spec, items: tuple[MemoryItem, ...], limit: float) -> str:
         return "Split the model:  layouts: {NODE: {tp: N}}"
     if kind == "activations":
         return f"Lower  roles.{role}.micro_batch_tokens"
-    if kind == "rollout cache":
+    if kind in ("rollout cache", "validation cache"):
         return f"Lower  roles.{role}.generation.batch_rows  or  roles.{role}.generation.max_new_tokens"
-    if kind == "validation cache":
-        return (f"Have the ranks that train validate:  validation.group: trainer  , or lower  "
-                f"roles.{role}.generation.batch_rows  or  validation.max_new_tokens")
     if kind == "rollout engine":
         return f"Lower  roles.{role}.generation.memory_share"
     if kind in ("training state", "following weights", "frozen weights", "weights"):
@@ -352,8 +349,7 @@ def _validation(spec: Spec, role: str, settings: RoleRun, shape: Shape, tp: int,
     """Return the second cache of a rollout that validates while its prompts are sampled: pages are of one for all."""
     if settings.rollout in PAGED or spec.run.validation is None:
         return []
-    tokens = spec.run.validation.max_new_tokens or settings.generation.max_new_tokens
-    return [_cache(f"{role}: validation cache", spec, settings, tokens, shape, tp, width,
+    return [_cache(f"{role}: validation cache", spec, settings, settings.generation.max_new_tokens, shape, tp, width,
                    settings.generation.batch_rows)]
 
 

@@ -159,7 +159,7 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
     if halves:
         tasks = of_trainer(tasks, halves) if training else of_rollout(tasks, halves) if samples else \
             of_arriving(tasks, halves, own)
-    notes = notes_of(spec, bound, flows, _generating(spec, bound)) + (halves.notes(spec) if halves and training else ())
+    notes = notes_of(spec, bound, flows, _generating(spec, bound))
     return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, draft.added, items, notes, _inputs(spec), dock,
                 early, tuple(samplers.items()), tuple((*engine, layout) for engine, layout in sorted(some.items())),
                 host_memory=memory.of_snapshots(spec, kinds))
@@ -213,9 +213,8 @@ def _tasks(spec: Spec, draft: _Draft, layouts: dict[str, Layout], source: Layout
 
 
 def _has_sampler(spec: Spec, halves: GroupCut | None, group: str) -> bool:
-    """Return whether these ranks have a rollout engine: the trainer of mode async has one only to validate."""
-    trainer_samples = spec.run.mode != "async" or spec.run.trainer_validates
-    return not halves or group == ROLLOUT or (group == TRAINER and trainer_samples)
+    """Return whether these ranks have a rollout engine."""
+    return not halves or group == ROLLOUT or (group == TRAINER and spec.run.mode != "async")
 
 
 def _position(mistake: Diagnostic) -> tuple[str, int]:

@@ -53,7 +53,6 @@ def _together(spec: Spec, node: str, role: str, asked: dict[str, int]) -> Iterat
     cutting = {size: count for size, count in asked.items() if size in ("tp", "cp")}
     for key, wished, sizes, why in (
             ("lora", settings.lora, asked, "adapters are trained whole"),
-            ("compile", settings.compile, {"tp"} & asked.keys(), "torch.compile and DTensors do not go together"),
             ("images", seeing, cutting, "the part of a model that sees is not split"),
             ("routing_replay", settings.generation.routing_replay and settings.engine == "fsdp", {"cp"} & asked.keys(),
              "fsdp replays experts for whole rows")):

@@ -21,7 +21,7 @@ seed: 0
 steps: 4
 roles:
   actor:
-    model: {architecture: qwen3, layers: 2, hidden: 64, heads: 2, kv_heads: 1, head_dim: 32}
+    model: {architecture: qwen3, layers: 2, hidden: 64, heads: 2, kv_heads: 1}
     learning_rate: 1e-3
     generation: {max_new_tokens: 8}
 data: {train: train.jsonl, batch: 4, max_prompt_tokens: 48, max_target_tokens: 48}

@@ -50,7 +50,7 @@ RUN = """
 steps: 2
 roles:
   actor:
-    model: {architecture: qwen3, layers: 2, hidden: 64, heads: 4, kv_heads: 4, head_dim: 32}
+    model: {architecture: qwen3, layers: 2, hidden: 128, heads: 4, kv_heads: 4}
     learning_rate: 1e-3
     generation: {max_new_tokens: 6}
     micro_batch_tokens: 64

@@ -104,17 +104,6 @@ def test_a_model_folder_is_evaluated_by_the_reward_and_on_the_problems_of_the_ru
     assert subject(str(tmp_path), None, None).reward == {}
 
 
-def test_a_problem_with_an_empty_field_may_be_refused(workspace):
-    lines = [json.dumps({"problem": question, "answer": number}) for number, question in enumerate(("1 + 1?", ""))]
-    (workspace / "some.jsonl").write_text("\n".join(lines))
-    (workspace / "model").mkdir()
-    (workspace / "model/config.json").write_text("{}")
-    command = ("evaluate", "model", "--data", "some.jsonl", "--ranks", "1", "--set", "data.question=problem", "--set")
-    for strict, said in (("true", "some.jsonl:2: field `problem` must be text that is not empty"),
-                         ("perhaps", "`data.strict` cannot be 'perhaps'")):
-        assert said in distflow(workspace, *command, f"data.strict={strict}", code=2).stderr
-
-
 @pytest.mark.parametrize(("arguments", "expected"), [
     (("nowhere",), "neither the folder of a run"),
     ((".", "--samples", "0"), "--samples and --ranks must be at least 1"),

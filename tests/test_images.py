@@ -11,7 +11,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from distflow.data.dataset import open_images, open_records
 
-MODEL = "{architecture: qwen3_vl, layers: 2, hidden: 64, heads: 2, kv_heads: 1, head_dim: 32}"
+MODEL = "{architecture: qwen3_vl, layers: 2, hidden: 64, heads: 2, kv_heads: 1}"
 SEEING = ("--run-file", "tiny.yaml", f"roles.actor.model={MODEL}", "data.images=image",
           "data.train=pictures.jsonl")
 

@@ -28,8 +28,8 @@ def spiky(rewards: torch.Tensor, group: torch.Tensor, row: torch.Tensor):
 
 @pytest.mark.parametrize("phase", ["generating"])
 def test_a_slow_rank_is_named(launch, workspace, phase):
-    fault = {"kind": "slow", "rank": 1, "share": 1.0, "phase": phase, "seconds": 1.0}
-    (workspace / "slow.yaml").write_text(f"{TINY}faults: {json.dumps([fault])}\n")
+    faults = [{"kind": "slow", "rank": 1, "step": step, "phase": phase, "seconds": 1.0} for step in range(2, 9)]
+    (workspace / "slow.yaml").write_text(f"{TINY}faults: {json.dumps(faults)}\n")
     done = launch(2, "--dag", "grpo.yaml", "--run-file", "slow.yaml", "--name", "slow", "steps=8")
     event, = events_of(workspace / "runs/slow", "straggler")
     assert (event["rank"], event["phase"], event["step"], event["steps"]) == (1, phase, 6, 5)

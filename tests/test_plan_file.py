@@ -12,7 +12,7 @@ from distflow.config.yaml_source import check, parse
 from distflow.plan_file import DeviceProbe, LinkProbe, cluster_of_probes
 from planners.heterogeneous.hardware import hardware_of
 
-BIG = DeviceProbe(0, "NVIDIA H200", {"bfloat16": 700.0, "float32": 50.0}, 139.0, 4000.0, 50.0)
+BIG = DeviceProbe(0, "NVIDIA H200", {"bfloat16": 700.0, "float32": 50.0}, 139.0, 4000.0)
 SMALL = replace(BIG, name="NVIDIA L4", tflops={"bfloat16": 90.0, "float32": 25.0}, memory_gib=22.0)
 NVLINK, FAST, FAR = LinkProbe(400.0, 5.0), LinkProbe(20.0, 20.0), LinkProbe(1.0, 900.0)
 
@@ -35,7 +35,7 @@ def test_alike_devices_have_one_type_with_their_medians() -> None:
     assert found.devices.keys() == {"nvidia_h200"}
     assert found.devices["nvidia_h200"].memory_gb_s == 4100
     assert found.machines["machine1"].devices == 3
-    assert found.inside("machine1").gb_s == 450
+    assert found.machines["machine1"].inside.gb_s == 450
 
 
 def test_alike_machines_are_folded_and_ranks_keep_their_order() -> None:

@@ -130,8 +130,8 @@ class Case:
 
 
 SEEN = ((), ("--set", "roles.actor.micro_batch_tokens=16", *moved("rollout", "reference", "reward", "advantage")))
-OWN_REFERENCE = ("--set", "roles.reference={model: {architecture: qwen3, layers: 2, hidden: 64, heads: 2, kv_heads: 1, "
-                 "head_dim: 32}}")
+OWN_REFERENCE = ("--set", "roles.reference={model: {architecture: qwen3, layers: 2, hidden: 64, heads: 2, "
+                 "kv_heads: 1}}")
 CASES = {
     "grpo": Case(GRPO, more=((), (), moved("reward", "advantage", "reference")), check=rows_moved),
     "corrected": Case(("--dag", "corrected.yaml", *TINY), 2, check=corrections_are_neutral),

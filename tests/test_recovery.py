@@ -254,7 +254,7 @@ def test_what_a_user_wrote_wrongly_ends_the_run_with_its_traceback(launch, works
 @pytest.mark.parametrize(("ranks", "faults", "more", "said"), [
     (1, ["raise 1"], (), ("it failed before it had done its first step", "faults[0] of the run file was to be raised")),
     # also of a trainer that has sampled many prompts in it
-    (2, ["raise 1"], ("mode=semi_sync", "groups.rollout=1", "switch_at=1.0"),
+    (2, ["raise 1"], ("mode=semi_sync", "groups.rollout=1"),
      ("it failed before it had done its first step", "faults[0] of the run file was to be raised")),
     (1, ["raise 2", "kill 3"], ("robust.restarts=1",),
      ("its 1 restarts are used up (robust.restarts in the run file)", "The first failure was that of rank 0 in step 2:"

@@ -116,7 +116,7 @@ def test_killed_and_resumed_equals_never_killed(launch, workspace, name):
     (workspace / "filters.py").write_text(FILTERS + WEIGH)
     (workspace / "filtered.yaml").write_text(FILTERED + WEIGHED)
     (workspace / "more.jsonl").write_text("".join((workspace / "train.jsonl").read_text().splitlines(True)[:7]))
-    run = (*case.arguments, f"steps={STEPS}", "all_samples=true")
+    run = (*case.arguments, f"steps={STEPS}", "samples=all")
     launch(2, *run, "--name", "whole")
     kill_after(workspace, 5, *run, "--name", "killed")
     launch(2, "--resume", "runs/killed")

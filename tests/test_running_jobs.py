@@ -73,9 +73,8 @@ def test_a_job_is_broken_scaled_and_goes_on(workspace, capfd):
     (["scale", "apart", "rollout=3"], "supervisors for 2 rollouts, so give 1 to 2"),
     (["scale", "apart", "rollout=0"], "supervisors for 2 rollouts, so give 1 to 2"),
     (["scale", "both", "rollout=0"], "give 1 to 2. To have the ranks that train validate, stop the job, and  distflow "
-                                     "resume both --set validation.group=trainer"),
+                                     "resume both --set groups.rollout=0"),
     (["scale", "both", "rollout=3"], "supervisors for 2 rollouts, so give 1 to 2"),
-    (["scale", "alone", "rollout=3"], "supervisors for 2 rollouts, so give 0 to 2"),
     (["scale", "blind", "rollout=3"], "supervisors for 2 rollouts, so give 0 to 2"),
     (["inject", "apart", "kill", "--rank", "7"], "rank 7 has had no worker"),
     (["inject", "apart", "kill", "--rank", "1"], "has ended"),
@@ -84,7 +83,7 @@ def test_a_job_is_broken_scaled_and_goes_on(workspace, capfd):
 def test_what_cannot_be_done_is_said(tmp_path, monkeypatch, capsys, line, said):
     monkeypatch.chdir(tmp_path)
     settings = {"sync": ["mode=sync"], "apart": ["mode=async"], "both": ["mode=semi_sync"],
-                "alone": ["mode=semi_sync", "validation.group=trainer"], "blind": ["mode=semi_sync", "validation=null"]}
+                "blind": ["mode=semi_sync", "validation=null"]}
     for name, overrides in settings.items():
         spec = load("grpo.yaml", None, ["groups.rollout=2", *overrides])
         with RunFolder.created(tmp_path / name, spec, plan(spec, 3), []):

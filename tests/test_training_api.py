@@ -72,7 +72,7 @@ def test_a_loop_learns_as_one_rank_would_though_a_worker_dies(workspace, monkeyp
     monkeypatch.chdir(workspace)
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
-    shared = {"training_api": {}, "steps": STEPS, "roles.actor.learning_rate": 1e-2, "data.batch": 8}
+    shared = {"training_api": "localhost", "steps": STEPS, "roles.actor.learning_rate": 1e-2, "data.batch": 8}
     two, one = (distflow.run("grpo.yaml", "tiny.yaml", ranks=ranks, name=f"of-{ranks}", set=shared, quiet=True)
                 for ranks in (2, 1))
     victims = [1]
@@ -105,7 +105,7 @@ def test_a_reference_follows_what_is_learnt_and_not_what_is_loaded(workspace, mo
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     run = distflow.run("grpo.yaml", "tiny.yaml", ranks=1, name="follows", quiet=True, set={
-        "training_api": {}, "steps": 4, "roles.actor.learning_rate": 1e-2,
+        "training_api": "localhost", "steps": 4, "roles.actor.learning_rate": 1e-2,
         "roles.reference.follow": {"every": 1, "mix": 0.5}})
     client = distflow.training_client(run)
     row = {"prompt": client.prompts()[0].tokens, "response": [5, 6, 7]}

@@ -54,7 +54,7 @@ class ColocatedSampling:
             loop = RolloutContext(ctx.context, plan, functions, roles, loader, channel)
         names = {task.role for task in plan.tasks if task.samples}
         swaps = {name: swap for name, role in roles.items() if name in names and (swap := role.engine_swap)}
-        enough = math.ceil(spec.run.switch_at * spec.run.data.batch) * channel.rows
+        enough = math.ceil(spec.run.data.batch / 2) * channel.rows
         return cls(swaps, loop, tp_group, enough, spec.run.wait_limit, alone)
 
     def run(self, draws: int, complete: Callable[[], bool]) -> None:

@@ -25,21 +25,18 @@ def choose_device(spec: Spec, plan: Plan, store: RunStore) -> tuple[str, int]:
     if not gpus:
         return "cpu", 0
     first = store.rank - local
-    return "cuda", gpu_index(local, gpus, [plan.group_of(rank) for rank in range(first, first + here)],
-                             spec.run.groups.share_gpus)
+    return "cuda", gpu_index(local, gpus, [plan.group_of(rank) for rank in range(first, first + here)])
 
 
-def gpu_index(local: int, gpus: int, groups: Sequence[tuple[Group | None, int]], shared: bool) -> int:
+def gpu_index(local: int, gpus: int, groups: Sequence[tuple[Group | None, int]]) -> int:
     """Return which of a machine's GPUs its rank number `local` takes. `groups`: the group, and its replica, of each of
-    its ranks. Raises InvalidInput: there are more ranks than GPUs."""
+    its ranks, which may share a GPU with those of others. Raises InvalidInput: one group has more ranks than GPUs."""
     if len(groups) <= gpus:
         return local
     largest = max(Counter((group.name if group else "", replica) for group, replica in groups).values())
-    if shared and largest <= gpus:  # the ranks of a group are neighbours: no two of them get the same one
+    if largest <= gpus:  # the ranks of a group are neighbours: no two of them get the same one
         return local % gpus
     hint = f"Start {gpus} ranks on it, or take  CUDA_VISIBLE_DEVICES=  in front of the command to compute on the CPU"
-    if largest <= gpus:
-        hint += ", or let the trainer and the rollouts use one GPU together:  groups: {share_gpus: true}"
     raise InvalidInput(Diagnostic(f"{len(groups)} ranks on a machine that has {gpus} GPU{'s' * (gpus > 1)}",
                                   Location("torchrun --nproc-per-node"), hint))
 

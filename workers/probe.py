@@ -39,7 +39,7 @@ def probe(device: torch.device) -> tuple[list[DeviceProbe], dict[Ends, LinkProbe
                            "some of each kind, and raise their `count` in the file.")
     barrier()
     probed = DeviceProbe(order.index(hosts[dist.get_rank()]), _name(device), _tflops(device), _memory(device, hosts),
-                         _copies(device), _host_copies(device))
+                         _copies(device))
     links = {}
     for together in _rounds(hosts):
         barrier()
@@ -96,13 +96,6 @@ def _copies(device: torch.device) -> float:
     source = torch.ones(_COPIED, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * _COPIED / _seconds(lambda: target.copy_(source), device, _BUDGET) / 1e9
-
-
-def _host_copies(device: torch.device) -> float:
-    """Measure GB/s from the machine's memory to the device."""
-    source = torch.ones(_COPIED, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    target = torch.empty(_COPIED, dtype=torch.uint8, device=device)
-    return _COPIED / _seconds(lambda: target.copy_(source, non_blocking=True), device, _BUDGET) / 1e9
 
 
 def _between(ends: Ends, device: torch.device) -> LinkProbe | None:

@@ -72,12 +72,11 @@ from workers.validation_requests import validated_elsewhere
 class PartialRollouts(Sampler, TurnLog):
     """Sampler of one prompt's rows in one node: goes on with what other ranks have begun."""
 
-    def __init__(self, engine: SharedEngine | Rollout, saved: Batch, restart: bool,
+    def __init__(self, engine: SharedEngine | Rollout, saved: Batch,
                  keep: Callable[[Batch], None] = lambda rows: None):
-        """`saved`: rows that other ranks have begun; `restart`: sample those of other weights again; `keep`: puts
-        conversations into the dock."""
+        """`saved`: rows that other ranks have begun; `keep`: puts conversations into the dock."""
         self.engine, self.generation, self.end_tokens = engine, engine.generation, engine.end_tokens
-        self.saved, self.restart, self.keep = saved, restart, keep
+        self.saved, self.keep = saved, keep
         self.rows_under_way: list[SampledRow] = []
 
     def session(self, key: int, temperature: float | None = None, keep_cache: bool = False,
@@ -87,16 +86,10 @@ class PartialRollouts(Sampler, TurnLog):
         return session
 
     def recorded(self) -> Batch:
-        if EVENTS not in self.saved.columns:
-            return self.saved.slice(0, 0)
-        fits = [self._fits(versions) for versions in self.saved[VERSIONS].rows]
-        return self.saved.select(torch.tensor(fits, dtype=torch.bool).nonzero().squeeze(1))
+        return self.saved if EVENTS in self.saved.columns else self.saved.slice(0, 0)
 
     def save(self, rows: Batch) -> None:
         self.keep(rows)
-
-    def _fits(self, versions: Tensor) -> bool:
-        return not (self.restart and bool((versions != self.engine.version).any()))
 
     def take_over(self, rows: list[SampledRow]) -> None:
         self.rows_under_way = rows
@@ -107,9 +100,8 @@ class PartialRollouts(Sampler, TurnLog):
         columns = [saved[name].rows for name in (TOKENS, LOGPROBS, VERSIONS)]
         for row in (row for row in rows if row.id in found):
             tokens, logprobs, versions = (column[found[row.id]] for column in columns)
-            if self._fits(versions):
-                row.resume(tokens, logprobs, versions, bool(saved[FINISHED][found[row.id]]))
-                current().add("response/continued", len(tokens))
+            row.resume(tokens, logprobs, versions, bool(saved[FINISHED][found[row.id]]))
+            current().add("response/continued", len(tokens))
 
     def partial_rows(self) -> Batch:
         """Return the rows that have tokens, once nothing is sampled any more."""
@@ -371,7 +363,6 @@ class RolloutContext:
         buffer.start(batch)
         rollouts = PartialRollouts(
             self.engines[self.head[-1].role], dock.fetch_saved(lease)[0] if begun else _NOTHING,
-            self.spec.run.on_new_weights == "restart",
             partial(self.turns.save, turn=turn) if self.saves_partial else lambda rows: None)
         return Prompt(lease, metrics.step, buffer, metrics, rollouts, turn,
                       self.channel.versions_of(int(lease.versions[0])))

@@ -108,7 +108,7 @@ class TrainContext:
         written = resumed_at if resumed_at is None or not (sampled.found or sampled.turns) else resumed_at + 1
         if self.channel and self.attempt:  # the dock has what this rank has sampled
             written = None
-        trajectories().open(self.context.path / f"trajectories/rank{self.rank}.jsonl", run.trajectories, written)
+        trajectories().open(self.context.path / f"trajectories/rank{self.rank}.jsonl", run.shown_conversations, written)
         validator = self._validator(resumed_at) if run.validation else None
         return Sink(self.context, resumed_at, validator, self.state, self.trained)
 

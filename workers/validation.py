@@ -74,7 +74,7 @@ class Validator:
         self.leads = layout.leads(dist.get_rank())
         self.gather: Callable[[bytes], list[bytes]] = (lambda own: [own]) if alone else gather
         self.answers: dict[str, list[dict[str, Any]]] = {}  # this rank's latest, as many rows as `samples.jsonl` has
-        self.shown = spec.run.samples
+        self.shown = spec.run.shown_samples
         self.shares = {name: _share(spec, role, data_file(spec, path), layout)
                        for name, path in settings.data.items()}
 
@@ -99,7 +99,7 @@ class Validator:
         for name, share in self.shares.items():
             ids = torch.tensor(share.rows, dtype=torch.int64).repeat_interleave(settings.samples) * settings.samples
             ids += torch.arange(settings.samples).repeat(len(share.rows))
-            found[name] = role.generate(share.prompts, ids, settings.samples, settings.max_new_tokens,
+            found[name] = role.generate(share.prompts, ids, settings.samples, None,
                                         settings.temperature, share.images, _limits(settings, role))
         return found
 
@@ -149,11 +149,8 @@ class Validator:
 
 def _limits(settings: Validation, role: RoleEngines) -> TokenLimits | None:
     """Return which tokens answers are drawn from; None: those of the role."""
-    own = {name: getattr(settings, name) for name in TokenLimits._fields}
-    if all(value is None for value in own.values()):
-        return None
-    return TokenLimits(**{name: getattr(role.settings.generation, name) if value is None else value
-                     for name, value in own.items()})
+    generation = role.settings.generation
+    return None if settings.top_p is None else TokenLimits(generation.top_k, settings.top_p, generation.min_p)
 
 
 def _share(spec: Spec, role: RoleEngines, path: Path, layout: Layout) -> _Share:
@@ -162,7 +159,7 @@ def _share(spec: Spec, role: RoleEngines, path: Path, layout: Layout) -> _Share:
     if share is not None:
         rows = layout.cut(len(records), share) if layout.rows else range(share, len(records), layout.dp)
     wanted = validated_fields(spec)
-    found = {row: record for row, record in zip(rows, records.get(rows)) if wanted.strict or not wanted.empty(record)}
+    found = {row: record for row, record in zip(rows, records.get(rows)) if not wanted.empty(record)}
     encoder = image_encoder_of(role, spec.run.data, path)
     usable = {row: record for row, record in zip(found, map(mended_record, found.values()))
               if not (encoder and encoder.too_long(role.tokenizer, spec.run.data, record))}

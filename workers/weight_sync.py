@@ -53,7 +53,7 @@ class WeightPublication:
             publisher.close()
 
 
-def load_if_newer(updates: WeightUpdates | None, on_new_weights: str, engine: SharedEngine) -> None:
+def load_if_newer(updates: WeightUpdates | None, engine: SharedEngine) -> None:
     """Load new weights once all ranks of the engine have them; ranks that pulled different versions pull again."""
     weights = updates.pulled_weights() if updates else None
     found = engine.rollout.candidates(weights.key if weights else "")
@@ -62,8 +62,6 @@ def load_if_newer(updates: WeightUpdates | None, on_new_weights: str, engine: Sh
     if found == {weights.key}:
         with timeline.current().span(timeline.WEIGHTS, "load", version=weights.version):
             updates.load_into(engine.rollout)
-        if on_new_weights == "restart":
-            engine.restart()
         updates.mark_loaded()
     elif len(found - {""}) > 1:
         updates.drop()

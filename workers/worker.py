@@ -46,8 +46,7 @@ from workers.colocated import ColocatedSampling
 from workers.context import RankContext
 from workers.dock_source import DockSource
 from workers.encode import data_file, dataloader, image_encoder_of
-from workers.engines.collectives import torch_name
-from workers.engines.devices import choose
+from workers.engines.devices import BACKENDS, choose
 from workers.engines.role_engines import RoleEngines
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.tp_leader import TPFollowerEngine, TPLeader
@@ -123,7 +122,7 @@ def _init_process_group(context: RankContext, store: Store) -> TCPStore:
     server = _meet(store, context.store.rank, ranks.start, wait_limit)
     # Without it each rank connects to all others at its start. Where ranks differ in it, gloo ends by SIGSEGV.
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
-    dist.init_process_group(torch_name(context.backend, context.device), world_size=len(ranks),
+    dist.init_process_group(BACKENDS[context.device], world_size=len(ranks),
                             rank=context.store.rank - ranks.start, store=server,
                             timeout=datetime.timedelta(seconds=wait_limit))
     return server
@@ -266,7 +265,7 @@ def _sample(context: RankContext, worker_context: WorkerContext, channel: Rollou
             ready()
             _open_timeline(context)
             engines = {name: SharedEngine(engine if plan.ranks == 1 else TPLeader(engine),
-                                          partial(load_if_newer, updates.get(name), spec.run.on_new_weights))
+                                          partial(load_if_newer, updates.get(name)))
                        for name, engine in rollouts.items()}
             rollout(ctx, engines, lambda dock: channel.is_over)
             for engine in engines.values():
@@ -305,7 +304,8 @@ def _rollout_context(context: RankContext, worker_context: WorkerContext, channe
                      roles: dict[str, RoleEngines], who: str) -> RolloutContext:
     spec, plan = context.spec, context.own
     first = channel.first_step if worker_context.first else None
-    trajectories().open(context.path / f"trajectories/rank{context.store.rank}.jsonl", spec.run.trajectories, first)
+    trajectories().open(context.path / f"trajectories/rank{context.store.rank}.jsonl",
+                        spec.run.shown_conversations, first)
     prompted = prompted_role(spec, [task for task in plan.tasks if task.samples])
     return RolloutContext(context, plan, _load_functions(spec, plan), roles,
                           dataloader(spec, roles[prompted], plan=plan), channel)

@@ -224,17 +224,18 @@ def _from_verl(done: Conversion) -> None:
     done.put("ranks", machines * gpus or None)
     for key, ours in (("save_freq", "checkpoint.every"), ("test_freq", "validation.every")):
         done.put(ours, max(done.number(f"trainer.{key}", 0), 0) or None)
-    done.put("all_samples", bool(done.get("trainer.rollout_data_dir")) or None)
+    done.put("samples", "all" if done.get("trainer.rollout_data_dir") else None)
     _loggers(done, "trainer.logger")
     _without_validation_data(done)
 
 
 def _verl_limits(done: Conversion, prefix: str) -> None:
     """Convert which tokens validation draws from; at temperature 0 that says nothing."""
-    top_p, top_k = done.get(f"{prefix}top_p"), done.get(f"{prefix}top_k")
+    top_p = done.get(f"{prefix}top_p")
     if done.settings.get("validation.temperature"):
         done.put("validation.top_p", top_p)
-        done.put("validation.top_k", top_k if top_k is None else max(done.number(f"{prefix}top_k", 0), 0))
+    if done.given.get(f"{prefix}top_k") in (-1, 0):
+        done.taken.add(f"{prefix}top_k")  # all tokens
 
 
 def _verl_data(done: Conversion) -> None:

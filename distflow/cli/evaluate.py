@@ -85,7 +85,7 @@ def _data(model: EvaluationSubject, overrides: list[str]) -> Data:
     for name, value in (text.split("=", 1) for text in overrides if text.startswith("data.") and "=" in text):
         given[name.removeprefix("data.")] = given_value(Data, (name.removeprefix("data."),), value,
                                                            f"--set {name}={value}")
-    known = {name: given[name] for name in ("question", "answer", "tools", "strict", "columns", "images")
+    known = {name: given[name] for name in ("question", "answer", "tools", "columns", "images")
              if name in given}
     try:
         return Data(train={"": 1.0}, **known)
@@ -97,7 +97,7 @@ def _data(model: EvaluationSubject, overrides: list[str]) -> Data:
 
 def _problems(path: str, data: Data, folder: Path) -> tuple[Path, int, int]:
     """Return the file of the problems, how many they are, and how many are left out since a field of them is empty, as
-    validation leaves them out; then the file is a new one in `folder`, unless `data.strict`."""
+    validation leaves them out; then the file is a new one in `folder`."""
     from distflow.data.dataset import check_records, fields_of, open_records
 
     hub = on_hub(path, "data")
@@ -133,8 +133,7 @@ def _answer(options: argparse.Namespace, model: EvaluationSubject, path: str, pr
     if options.samples == 1:
         role["generation"] = {**role.get("generation", {}), "temperature": 0.0}
     run = {"steps": 1, "seed": options.seed, "ranks": options.ranks, "output": options.output,
-           "data": {**model.data, "train": str(Path(path).absolute()), "batch": problems,
-                    "strict": True},  # no problem counts twice in place of another
+           "data": {**model.data, "train": str(Path(path).absolute()), "batch": problems},
            "roles": {"actor": role}, "layouts": {"tally": {"dp": 1}}, "samples": problems * options.samples,
            "checkpoint": {"every": 0}}
     with tempfile.TemporaryDirectory() as temporary:

@@ -48,7 +48,7 @@ def _chain(plan: Plan, batch: int) -> Iterator[str]:
                           f" ({group.name}{beside})")
         for role, layout in group.plan.samplers if plan.mode == "semi_sync" else ():
             shared = f", {layout.width} ranks with one model" if layout.width > 1 else ""
-            until = "enough of a step is there (switch_at)" if plan.rollouts else "a step is there"
+            until = "half of a step is there" if plan.rollouts else "a step is there"
             yield f"these ranks sample with `{role}` too, until {until}{shared}"
         if group.plan.early:
             ahead = ", ".join(f"`{task.node}`" for task in group.plan.early.chain(0))

@@ -147,9 +147,9 @@ def scale(options: argparse.Namespace) -> int:
         raise InvalidInput(f"`{options.wanted}` does not say how many rollouts are wanted. Write  rollout=2")
     replicas, run = _rollout_replicas(folder), reload_run(folder).run
     if not int(number) and run.mode == "semi_sync" and run.least_rollouts:
-        raise InvalidInput("without a rollout no rank would validate this run (`validation: {group: rollout}`): "
-                           f"give 1 to {replicas}. To have the ranks that train validate, stop the job, and  distflow "
-                           f"resume {quoted(folder)} --set validation.group=trainer")
+        raise InvalidInput(f"without a rollout no rank would validate this run: give 1 to {replicas}. To have the "
+                           f"ranks that train validate, stop the job, and  distflow resume {quoted(folder)} --set "
+                           "groups.rollout=0")
     if not (least := run.least_rollouts) <= int(number) <= replicas:
         raise InvalidInput(f"this run has supervisors for {replicas} rollouts, so give {least} to {replicas}. "
                            "torchrun's --nproc-per-node and groups.rollout of the run file say how many there are")

@@ -19,23 +19,10 @@ _MOST_GIB = 4096  # no device has more memory; who writes more has probably coun
 
 
 class Link(Document):
-    """Link between two devices, machines or zones; `gb_s` in each direction. `efficiency`: share of it that collectives
-    reach, 1 of a measured link; default: between machines 0.9, inside one that of its devices."""
+    """Link between two devices, machines or zones; `gb_s` in each direction."""
 
     gb_s: PositiveFloat
     latency_us: NonNegativeFloat = 0.0
-    efficiency: PositiveFloat | None = None
-
-
-class DeviceEfficiency(Document):
-    """Shares of the rates of a device, and of the links inside its machine, that large tasks reach, and of `attention`
-    to other arithmetic (by kernels of 2023; newer ones are quicker); default: those of public measurements of devices
-    with `a100`, `h100`, `h200`, `l40s` or `l4` in their name."""
-
-    compute: PositiveFloat | None = None
-    memory: PositiveFloat | None = None
-    links: PositiveFloat | None = None
-    attention: PositiveFloat | None = None
 
 
 class Device(Document):
@@ -44,7 +31,6 @@ class Device(Document):
     tflops: dict[Literal["bfloat16", "float32"], PositiveFloat] = Field(min_length=1)
     memory_gib: PositiveFloat
     memory_gb_s: PositiveFloat
-    efficiency: DeviceEfficiency | None = None
 
 
 class MachineGroup(Document):
@@ -54,16 +40,14 @@ class MachineGroup(Document):
     devices: PositiveInt = 8
     count: PositiveInt = 1
     zone: str = ZONE
-    inside: Link | None = None  # between two devices of a machine; default: `links.inside`
+    inside: Link | None = None  # between two devices of a machine
     network_gb_s: PositiveFloat | None = None
     """Limit of a machine's traffic over all its devices; default: the link's."""
-    host_gb_s: PositiveFloat = 25.0  # bandwidth between a device and its machine's memory
 
 
 class Links(Document):
-    """Default links by distance, where needed. Between machines: of a pair, over all their devices."""
+    """Links between machines by distance, where needed: of a pair, over all their devices."""
 
-    inside: Link | None = None
     zone: Link | None = None
     region: Link | None = None
     world: Link | None = None
@@ -78,28 +62,27 @@ class Path(Link):
 class Cluster(Document):
     """Machines that a run is planned for.
 
-    Alike ranks need nothing but `ranks` and `memory_gib`, that of each; without it a plan estimates memory but refuses
-    nothing. Mixed hardware is described by `devices`, `machines` and their `links`.
+    Alike ranks need nothing but `memory_gib`, that of each; without it a plan estimates memory but refuses nothing.
+    Mixed hardware is described by `devices`, `machines` and their `links`.
     """
 
     name: str = "local"
-    ranks: PositiveInt | None = None
     memory_gib: PositiveFloat | None = None
     devices: dict[str, Device] = {}
     machines: dict[str, MachineGroup] = {}
     zones: dict[str, str] = {}  # region of each zone; zones that are not named here share one region
     links: Links = Links()
     paths: list[Path] = []
+    measured: bool = False
+    """Whether the rates are measured, as `distflow probe` writes them, and not those of data sheets, of which large
+    tasks reach a part."""
 
     @property
     def size(self) -> int | None:
-        return self.ranks or sum(kind.count * kind.devices for kind in self.machines.values()) or None
+        return sum(kind.count * kind.devices for kind in self.machines.values()) or None
 
     def region(self, zone: str) -> str:
         return self.zones.get(zone, REGION)
-
-    def inside(self, name: str) -> Link | None:
-        return self.machines[name].inside or self.links.inside
 
     def between(self, one: str, other: str) -> Link | None:
         """Return the link between two machines of these groups; None if the file has none."""
@@ -175,10 +158,9 @@ def _paths(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:
 
 
 def _exclusive(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:
-    if cluster.machines and (cluster.ranks or cluster.memory_gib):
-        key = "ranks" if cluster.ranks else "memory_gib"
-        yield Diagnostic(f"`{key}` is for alike ranks, and `machines` says it too", source.location((key,), key=True),
-                         f"Take `{key}` out: machines and devices say it.")
+    if cluster.machines and cluster.memory_gib:
+        yield Diagnostic("`memory_gib` is for alike ranks, and `devices` say it too",
+                         source.location(("memory_gib",), key=True), "Take `memory_gib` out.")
     if cluster.devices and not cluster.machines:
         yield Diagnostic("devices are described, but no machine has them", source.location(("devices",), key=True),
                          "Add  machines: {NAME: {device: …, devices: 8, count: 1}}")
@@ -187,10 +169,10 @@ def _exclusive(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:
 def _links(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:
     """Yield a mistake for each kind of link that a pair of machines needs and the file lacks."""
     for name, kind in cluster.machines.items():
-        if kind.devices > 1 and cluster.inside(name) is None:
+        if kind.devices > 1 and kind.inside is None:
             yield Diagnostic(f"the devices of a machine `{name}` are not linked",
                              source.location(("machines", name), key=True),
-                             "Add  links: {inside: {gb_s: …, latency_us: …}}  , or `inside` to these machines.")
+                             f"Add  machines: {{{name}: {{…, inside: {{gb_s: …, latency_us: …}}}}}}")
     for one, other in combinations_with_replacement(cluster.machines, 2):
         if (one == other and cluster.machines[one].count == 1) or cluster.between(one, other) is not None:
             continue

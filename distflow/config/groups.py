@@ -29,8 +29,6 @@ class Groups(Document):
     """Ranks that compute with frozen models, by role: of their own ({reference: 1}), those of another role ({reward:
     reference}), or in mode async the sampling ranks ({reference: rollout}). In mode sync, and for trained roles:
     `first` in `layouts`."""
-    share_gpus: bool = False
-    """Allow more ranks than GPUs on a machine: its trainer and rollouts share GPUs and their memory."""
 
     @property
     def inference_ranks(self) -> dict[str, int]:

@@ -75,7 +75,7 @@ def logger_names(value: Any) -> Any:
         return value
     named = [each if isinstance(each, dict) else {each: None} for each in value]
     for settings in (settings for each in named for settings in each.values()):
-        if isinstance(settings, dict) and set(settings.values()) - {None, "distflow"}:
+        if isinstance(settings, dict) and any(value not in (None, "distflow", []) for value in settings.values()):
             raise ValueError("loggers have no settings here: their libraries read them from the environment. Instead:  "
                              "export WANDB_PROJECT=… WANDB_ENTITY=… WANDB_MODE=offline MLFLOW_TRACKING_URI=… "
                              "MLFLOW_EXPERIMENT_NAME=…")

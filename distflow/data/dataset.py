@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
-import hashlib
 import io
 import json
 import os
@@ -15,16 +14,13 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy
 from PIL import Image, UnidentifiedImageError
 
-from distflow.config.expressions import OWN_FILTER, expression
 from distflow.config.run import Data
-from distflow.contracts.decorators import load_module
 from distflow.data.forms import Form, as_messages, columns_of, field_names, form_of, reader_of
 from distflow.data.parquet import Parquet
 from distflow.data.problems import (
@@ -185,83 +181,12 @@ def open_training_sets(data: Data, path_of: Callable[[str], Path | None]) -> dic
     """Open what a run trains on; `path_of` finds a set by its name in the run file. Raises `InvalidInput`."""
     paths = {name: (path_of(name) or Path(name)).absolute() for name in data.train}
     found: dict[str, Records] = {name: open_records(path, data) for name, path in paths.items()}
-    if data.filter:
-        found = {name: _once(paths[name], (data.model_dump_json(), "filtered"), partial(
-            FilteredRecords, records, data.filter)) for name, records in found.items()}
     if len(found) == 1:
         return found
     root = Path(os.path.commonpath([path.parent for path in paths.values()]))
     alike = len({path.stem for path in paths.values()}) < len(paths)
     return {name: LabelledRecords(records, str(paths[name].relative_to(root).with_suffix("")) if alike
                                   else paths[name].stem) for name, records in found.items()}
-
-
-_FILTER_FAILS = (TypeError, ValueError, LookupError, NameError, ArithmeticError, AttributeError)
-
-
-class FilteredRecords:
-    """Records that all filters keep, by an index that is made when the set is opened, and how many records each filter
-    drops. Raises InvalidInput: a filter fails, or keeps none."""
-
-    def __init__(self, records: Records, filters: Sequence[str]):
-        self.records, self.dropped = records, dict.fromkeys(filters, 0)
-        keeps = {text: record_filter(text) for text in filters}
-        kept = (number for number, record in read_blocks(records) if self._keeps(number, record, keeps))
-        self.kept = numpy.fromiter(kept, numpy.int64)
-        if not len(self.kept):
-            raise InvalidInput(Diagnostic(f"`data.filter` keeps none of its {len(records):,} records "
-                                          f"({self.describe()})", records.location(0)))
-
-    def __len__(self) -> int:
-        return len(self.kept)
-
-    def get(self, indices: Sequence[int]) -> list[Record]:
-        return self.records.get(self.kept[list(indices)].tolist())
-
-    def location(self, index: int) -> Location:
-        return self.records.location(int(self.kept[index]))
-
-    def describe(self) -> str:
-        return ", ".join(f"`{text}` drops {count:,}" for text, count in self.dropped.items())
-
-    def _keeps(self, index: int, record: Record, keeps: dict[str, Callable[[Record], Any]]) -> bool:
-        for text, keep in keeps.items():
-            fails = Exception if OWN_FILTER.fullmatch(text) else _FILTER_FAILS
-            try:
-                kept = bool(keep(record))
-            except fails as error:
-                raise _failed(text, error, record, self.records.location(index)) from error
-            if not kept:
-                self.dropped[text] += 1
-                return False
-        return True
-
-
-def filter_digest(data: Data, path_of: Callable[[str], Path | None]) -> str:
-    """Return a digest of which records the filters of a run keep, in which all ranks must agree."""
-    state = hashlib.sha256()
-    for found in filter(None, map(filters_of, open_training_sets(data, path_of).values())):
-        state.update(found.kept.tobytes())
-    return state.hexdigest()[:16]
-
-
-def _failed(text: str, error: Exception, record: Record, where: Location) -> InvalidInput:
-    what = f"`data.filter`: `{text}` fails: {type(error).__name__}: {error}"
-    if not isinstance(error, NameError) or OWN_FILTER.fullmatch(text):
-        return InvalidInput(Diagnostic(what, where))
-    return InvalidInput(Diagnostic(f"`data.filter`: the record has no field `{error.name}`, as `{text}` asks for",
-                                   where, did_you_mean(error.name or "", record, "It has")))
-
-
-def record_filter(text: str) -> Callable[[Record], Any]:
-    """Return the function that `MODULE:FUNCTION` names, or that of an expression. Raises InvalidInput."""
-    if not OWN_FILTER.fullmatch(text):
-        return expression(text)
-    module, _, name = text.partition(":")
-    function = getattr(load_module(module), name, None)
-    if not callable(function):
-        raise InvalidInput(f"`data.filter`: module `{module}` has no function `{name}`")
-    return function
 
 
 def read_blocks(records: Records) -> Iterator[tuple[int, Record]]:
@@ -271,16 +196,10 @@ def read_blocks(records: Records) -> Iterator[tuple[int, Record]]:
         yield from zip(indices, records.get(indices))
 
 
-def filters_of(records: Records) -> FilteredRecords | None:
-    """Return the filters of a training set as `open_training_sets` opens it, if it has any."""
-    inner = records.records if isinstance(records, LabelledRecords) else records
-    return inner if isinstance(inner, FilteredRecords) else None
-
-
 def form_in_use(records: Records) -> Form | None:
     """Return the form by which the first record of a training or validation set is read, if the run file names none."""
     while not isinstance(records, NamedRecords):
-        if not isinstance(records, FilteredRecords | LabelledRecords):
+        if not isinstance(records, LabelledRecords):
             return None
         records = records.records
     return form_of(records.records.get([0])[0], records.data)
@@ -306,8 +225,6 @@ class RequiredFields:
     question: str
     texts: Sequence[str] = ()
     tools: str | None = None
-    strict: bool = True
-    """Whether a record with an empty field is a mistake."""
     imitated: Set[str] = frozenset()
     """Those of `texts` that become tokens, so that a list or a mapping is none."""
     images: bool = True
@@ -332,14 +249,14 @@ class RequiredFields:
 
 def fields_of(data: Data, own: Iterable[str], answers: bool = True, imitated: Set[str] = frozenset()) -> RequiredFields:
     """Return the fields that a run needs of each record: the question, the answer if it is read, and `own`."""
-    return RequiredFields(data.question, (*([data.answer] if answers else ()), *own), data.tools, data.strict, imitated,
+    return RequiredFields(data.question, (*([data.answer] if answers else ()), *own), data.tools, imitated,
                           data.images is not None, data.answer)
 
 
 def check_records(records: Records, fields: RequiredFields, nth: int = 1,
                   rewarded: dict[str, list[str]] | None = None) -> list[int]:
-    """Require of every `nth` record that its fields can be used; return the indices of those with an empty field,
-    unless the fields are strict. One field wrong in many records is one mistake. `rewarded`: by field, the values for
+    """Require of every `nth` record that its fields can be used; return the indices of those with an empty field.
+    One field wrong in many records is one mistake. `rewarded`: by field, the values for
     which there is a reward; others are mistakes."""
     mistakes: list[Diagnostic] = []
     known: set[tuple[str, str]] = set()
@@ -348,7 +265,7 @@ def check_records(records: Records, fields: RequiredFields, nth: int = 1,
     for start in range(0, len(read), _BLOCK):
         indices = read[start : start + _BLOCK]
         for index, record in _read_block(records, indices, mistakes):
-            if not fields.strict and fields.empty(record):
+            if fields.empty(record):
                 empty.append(index)
                 continue
             mistakes += _check_record(records, index, record, fields, known)
@@ -394,8 +311,6 @@ def _way_out(name: str, value: Any, kind: str, fields: RequiredFields) -> str:
     """Return what to write where a field has a value that cannot be used."""
     if kind == ONLY_TEXT:
         return NAME_IMAGES
-    if kind == _FILLED and fields.strict:
-        return "Take the record out, or have such records passed over:  --set data.strict=false"
     key = "question" if name == fields.question else "answer" if name == next(iter(fields.texts), "") else "columns"
     inner = f"{name}.0" if isinstance(value, list) and value and not isinstance(value[0], dict) else \
         next((each for each in field_names({name: value}) if each != name), "")

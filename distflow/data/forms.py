@@ -9,12 +9,10 @@ from __future__ import annotations
 import decimal
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.config.expressions import OWN_FILTER
 from distflow.config.run import Data
 from distflow.data.problems import LEARNED, answer_text, holds_answer, is_conversation
 from distflow.errors import Diagnostic, InvalidInput, abbreviated
@@ -219,17 +217,13 @@ def _walk(record: Mapping[str, Any], name: str) -> Any:
 
 
 def columns_of(data: Data, names: list[str]) -> list[str] | None:
-    """Return which of a table's columns a run reads; None: all, since a field is missing, or a filter of the user's has
-    the whole record."""
-    if any(OWN_FILTER.fullmatch(text) for text in data.filter):
-        return None
+    """Return which of a table's columns a run reads; None: all, since a field is missing."""
     forms = [form for form in FORMS if {field.partition(".")[0] for field in form.fields} <= {*names}]
     asked = {data.question: QUESTION, data.answer: ANSWER} if forms else {}
     fields = [*data.columns.values(), *(field for field in (data.question, data.answer) if asked.get(field) != field)]
     if not {*map(_column_of(names), fields)} <= {*names}:
         return None
     fields += [data.question, data.answer, *filter(None, (data.tools, data.images))]
-    fields += [word for text in data.filter for word in re.findall(r"\w+", text)]
     fields += [field for form in forms for field in form.fields] + ["history"] * bool(forms)
     fields += ["tools", "label", *OF_QUESTIONS]  # of which notes speak
     return [name for name in names if name in {*map(_column_of(names), fields)}]

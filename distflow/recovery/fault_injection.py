@@ -95,8 +95,8 @@ def cut_connections() -> int:
 def injected(run: Run, folder: Path, step: int) -> set[int]:
     """Return the indices of faults that do not happen to a run any more, which has done these steps."""
     marked = {path.name for path in (folder / "faults").glob("*-step-*")}
-    return {number for number, fault in enumerate(run.faults) if fault.step is not None
-            and (fault.step <= step or f"{number}-step-{fault.step}" in marked)}
+    return {number for number, fault in enumerate(run.faults)
+            if fault.step <= step or f"{number}-step-{fault.step}" in marked}
 
 
 class Injected(RuntimeError):
@@ -133,23 +133,21 @@ class FaultInjector:
         if new:
             now = time.monotonic()
             self.began, self.seconds, self.last = now, now - self.began if self.last else 0.0, step
-        for number, fault, draw in self._faults_at(step):
+        for number, fault, moment in self._faults_at(step):
             if fault.phase is None and new:
-                delay = draw.random() * self.seconds
-                timer = threading.Timer(delay, self._inject_later, (number, fault, step))
+                timer = threading.Timer(moment * self.seconds, self._inject_later, (number, fault, step))
                 timer.daemon = True
                 timer.start()
             elif fault.phase == phase:
                 self._inject(number, fault, step)
 
-    def _faults_at(self, step: int) -> Iterator[tuple[int, Fault, random.Random]]:
+    def _faults_at(self, step: int) -> Iterator[tuple[int, Fault, float]]:
         for number, fault in enumerate(self.run.faults):
             draw = random.Random(f"{self.run.seed} {number} {step}")
-            chance, rank = draw.random(), draw.choice(self.ranks)
-            hits = fault.step == step if fault.share is None else step > 1 and chance < fault.share
+            moment, rank = draw.random(), draw.choice(self.ranks)  # the same on all ranks
             rank = rank if fault.rank is None else fault.rank
-            if hits and rank == self.rank and fault.group == self.group:
-                yield number, fault, draw
+            if fault.step == step and rank == self.rank and fault.group == self.group:
+                yield number, fault, moment
 
     def _inject_later(self, number: int, fault: Fault, step: int) -> None:
         try:

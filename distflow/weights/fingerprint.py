@@ -64,10 +64,8 @@ class HeldWeights:
         """Groups that have been equal before."""
         self.before: dict[str, tuple[int, tuple[int, ...]]] = {}
 
-    def differing(self, published: Mapping[str, int], held: Mapping[str, int], ranks: int = 1,
-                  exact: bool = True) -> list[str]:
-        """Return the names, as published, of tensors that are not held as published. `held`: added up over `ranks`.
-        `exact`: False if the engine quantizes."""
+    def differing(self, published: Mapping[str, int], held: Mapping[str, int], ranks: int = 1) -> list[str]:
+        """Return the names, as published, of tensors that are not held as published. `held`: added up over `ranks`."""
         odd: list[str] = []
         for key, (names, theirs) in _groups(published, held).items():
             sums = _possible([(name, published[name]) for name in names], ranks)
@@ -75,7 +73,7 @@ class HeldWeights:
             changed = self.before.get(key, (own, sums))
             if own in sums:
                 self.equal |= {key} if own else set()
-            elif exact and (key in self.equal or key in published) or (changed[0] == own) != (changed[1] == sums):
+            elif key in self.equal or key in published or (changed[0] == own) != (changed[1] == sums):
                 odd += names
             self.before[key] = own, sums
         return odd

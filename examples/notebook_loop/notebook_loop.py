@@ -33,6 +33,6 @@ def last(text):
 
 
 if __name__ == "__main__":
-    run = distflow.run("grpo", set={"training_api": {}, "steps": 30, "validation": None}, ranks=2, quiet=True)
+    run = distflow.run("grpo", set={"training_api": "localhost", "steps": 30, "validation": None}, ranks=2, quiet=True)
     print(train(distflow.training_client(run), 30, lambda text, answer: float(last(text) == last(answer))))
     run.wait()

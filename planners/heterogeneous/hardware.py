@@ -345,6 +345,7 @@ class Roofline:
 
 
 _GIB, _GB, _TERA, _MICRO = 2**30, 1e9, 1e12, 1e-6
+_HOST = 25e9  # bytes a second between a device and its machine's memory
 Dtype = Literal["bfloat16", "float32"]
 _MAX_SUBSETS = 4096
 """Up to so many subsets each machine is a device group of its own; beyond, alike machines are folded into one."""
@@ -366,15 +367,15 @@ def _device_group(cluster: Cluster, name: str, number: int, fold: bool, dtype: D
     kind = cluster.machines[name]
     machines = kind.count if fold else 1
     device, reached = cluster.devices[kind.device], efficiency_of(cluster, kind.device)
-    inside = cluster.inside(name) or Link(gb_s=device.memory_gb_s)
+    inside = kind.inside or Link(gb_s=device.memory_gb_s)
     peak = (device.tflops.get(dtype) or next(iter(device.tflops.values()))) * reached.compute
     name = name if fold or kind.count == 1 else f"{name}.{number + 1}"
-    links = NetworkLink(inside.latency_us * _MICRO, inside.gb_s * (inside.efficiency or reached.links) * _GB)
+    links = NetworkLink(inside.latency_us * _MICRO, inside.gb_s * reached.links * _GB)
     return DeviceGroup(name, kind.device, kind.zone, machines, kind.devices, peak * _TERA, device.memory_gib * _GIB,
-                       device.memory_gb_s * reached.memory * _GB, kind.host_gb_s * _GB, links, *reached[3:])
+                       device.memory_gb_s * reached.memory * _GB, _HOST, links, *reached[3:])
 
 
 def _between(cluster: Cluster, one: str, other: str) -> NetworkLink:
     link = cluster.between(one, other) or Link(gb_s=1.0)
     limits = [cluster.machines[name].network_gb_s or math.inf for name in (one, other)]
-    return NetworkLink(link.latency_us * _MICRO, min(link.gb_s, *limits) * (link.efficiency or BETWEEN) * _GB)
+    return NetworkLink(link.latency_us * _MICRO, min(link.gb_s, *limits) * _GB * (1 if cluster.measured else BETWEEN))

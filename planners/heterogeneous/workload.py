@@ -101,9 +101,8 @@ def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int, sett
 
 
 def _states(shape: Shape, kind: str, settings: RoleRun) -> float:
-    """Return `ModelTask.states` of a task of the engines here: FSDP's models run kernels of their own if they are not
-    compiled."""
-    return states_of(shape, fused=kind == GENERATE or settings.engine != "fsdp" or settings.compile)
+    """Return `ModelTask.states` of a task of the engines here: FSDP's models run kernels of their own."""
+    return states_of(shape, fused=kind == GENERATE or settings.engine != "fsdp")
 
 
 def states_of(shape: Shape, fused: bool) -> float:

@@ -85,8 +85,8 @@ def test_a_script_of_verl(capsys) -> None:
                                        "min_learning_rate": pytest.approx(1e-7)}},
                    "data": {"train": "train.jsonl", "batch": 100, "max_prompt_tokens": 512, "long_prompts": "drop"},
                    "validation": {"data": {"set1": "heldout.jsonl"}, "every": 5, "samples": 4, "temperature": 0.6,
-                                  "top_p": 0.95, "top_k": 0},
-                   "all_samples": True}
+                                  "top_p": 0.95},
+                   "samples": "all"}
     assert "steps: 100 is a guess. The file counts epochs, 15" in printed
     assert Path("theirs/not_converted.txt").read_text() == "config_name: ppo_trainer\n" \
                                                            "data.truncation: error\n"

@@ -14,7 +14,7 @@ from distflow.telemetry.run_folder import RunFolder
 from planners import plan
 from planners.memory import GIB, needed
 
-MODEL = "{architecture: qwen3, layers: 28, hidden: 2048, heads: 16, kv_heads: 8, head_dim: 128}"
+MODEL = "{architecture: qwen3, layers: 28, hidden: 2048, heads: 16, kv_heads: 8}"
 SIZES = [f"roles.actor.model={MODEL}", "roles.actor.dtype=bfloat16", "data.batch=64", "data.max_prompt_tokens=512",
          "roles.actor.generation.max_new_tokens=1024"]
 CLUSTER = {"name": "mine", "devices": {"big": {"tflops": {"bfloat16": 900}, "memory_gib": 64, "memory_gb_s": 4000}},

@@ -189,7 +189,7 @@ RUNS = [
 CLUSTERS = [
     case("tiny_memory", 3, "0.015625", "a rank needs 0.69 GiB and has 0.015625 GiB",
          "largest memory item is `actor: activations` with ", "Lower  roles.actor.micro_batch_tokens"),
-    case("two_ranks", 3, "2", "cluster `pair` has 2 ranks, and the plan is for 4"),
+    case("two_ranks", 3, "machines", "cluster `pair` has 2 ranks, and the plan is for 4"),
     case("unknown_device", 5, "fats", "machines `hopper`: there is no device `fats`", "Did you mean `fast`?"),
     case("unknown_dtype", 3, "bfloat", "'bfloat16' or 'float32'"),
     case("zero_bandwidth", 5, "0", "`machines.hopper.inside.gb_s` must be greater than 0, not 0"),
@@ -208,7 +208,7 @@ CLUSTERS = [
          "zones: {east-1: east}"),
     case("unused_device", 4, "slow", "no machine has a device `slow`", "Take `slow` out"),
     case("unknown_zone", 6, "eats", "no machine stands in zone `eats`", "Zones of machines: east."),
-    case("two_ways", 2, "ranks", "`ranks` is for alike ranks, and `machines` says it too"),
+    case("two_ways", 2, "memory_gib", "`memory_gib` is for alike ranks, and `devices` say it too"),
     case("no_machines", 2, "devices", "devices are described, but no machine has them"),
     case("unknown_key", 3, "memory", "unknown key `memory`", "Did you mean `memory_gib`?"),
 ]

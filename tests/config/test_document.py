@@ -31,7 +31,8 @@ def test_required_values_have_stand_ins(text: str) -> None:
     ("seed: '1'", "`seed` must be a whole number, not '1'"), ("output: 1", "`output` must be text, not 1"),
     ("output: ", "`output` must be text, not empty"), ("checkpoint: []", "`checkpoint` must be a mapping, not a list"),
     ("layouts: {a: 3}", "`layouts.a` must be a mapping, not 3"),
-    ("samples: -1", "`samples` must be at least 0, not -1"),
+    ("staleness: -1", "`staleness` must be at least 0, not -1"),
+    ("samples: -1", "`samples`: -1 is neither a number of rows, as 4, nor `all`"),
 ])
 def test_types_are_strict_and_named_in_plain_words(line: str, says: str) -> None:
     _, mistakes = check(Run, parse(GOOD + line + "\n", "file"))

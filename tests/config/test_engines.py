@@ -55,21 +55,10 @@ def test_distillation_from_other_tokens_is_for_the_engine_that_has_it(capsys, ro
         in " ".join(capsys.readouterr().err.split())
 
 
-def test_fp8_is_for_the_engine_that_has_it(capsys, monkeypatch):
-    fp8 = ["validate", "grpo", "--set", "roles.actor.generation.quantization=fp8"]
-    assert main(fp8) == 2
-    assert "wants `rollout: hf` and `generation.quantization`, which it cannot do: it computes in the dtype of its" \
-        in capsys.readouterr().err
-    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
-    assert main([*fp8, "--set", "roles.actor.rollout=vllm"]) == 0
-
-
-@pytest.mark.parametrize(("asked", "given"), [("none", None), ("fp8", "fp8_per_tensor")])
-def test_vllm_is_asked_for_what_is_set(asked, given):
+def test_vllm_is_asked_for_what_is_set():
     from workers.engines.vllm.start import on_gpu
 
-    settings = on_gpu(Generation(quantization=asked, memory_share=0.4))
-    assert (settings.get("quantization"), settings["gpu_memory_utilization"]) == (given, 0.4)
+    assert on_gpu(Generation(memory_share=0.4))["gpu_memory_utilization"] == 0.4
 
 
 @pytest.mark.parametrize(("config", "says"), [

@@ -51,8 +51,11 @@ def test_reload_passes_over_removed_keys_that_said_nothing(tmp_path: Path) -> No
     kinds = spec.resolved()
     run = kinds["run"]
     run["robust"] |= {"restart": "role", "peer_replica": True}
-    run["data"] |= {"enable_thinking": None}
-    run |= {"timeline": True, "log": [{"tensorboard": {}, "wandb": None, "mlflow": None}]}
+    run["data"] |= {"enable_thinking": None, "filter": [], "strict": False}
+    run["validation"] |= {"group": "rollout", "stop_at": None, "patience": None}
+    run["roles"]["actor"]["generation"] |= {"quantization": "none", "batch_invariant": False}
+    run |= {"timeline": True, "backend": "auto", "trajectories": 16, "all_samples": False}
+    run |= {"log": [{"tensorboard": {}, "wandb": None, "mlflow": None}]}
     for kind, content in kinds.items():
         (tmp_path / f"{kind}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     again = reload(tmp_path)
@@ -71,6 +74,9 @@ def test_load_passes_over_a_removed_key_that_says_nothing_any_more(tmp_path: Pat
     ("robust: {neighbour: false}", "Instead:  robust: {snapshots: local}"),
     ("robust: {peer_replica: false}", "Instead:  robust: {snapshots: local}"),
     ("robust: {restart: task}", "Instead:  robust: {restarts: 0}"),
+    ("backend: gloo", "Take it out"),
+    ("all_samples: true", "Instead:  samples: all"),
+    ("faults: [{kind: kill, share: 0.1}]", "Instead, a fault for each step"),
 ])
 def test_load_refuses_a_removed_key_with_the_line_to_write_instead(tmp_path: Path, text: str, hint: str) -> None:
     (tmp_path / "run.yaml").write_text(f"{(ROOT / 'dags/runs/embedded.yaml').read_text()}{text}\n")
@@ -205,7 +211,7 @@ def test_a_limit_of_more_than_is_free_is_none_for_a_fault(monkeypatch, capsys, l
 
 def test_a_recorded_fault_matters_only_where_it_would_be_injected(tmp_path, monkeypatch, capsys, limit_memory) -> None:
     limit_memory(2**20)
-    spec = load("grpo", None, ["faults=[{kind: oom, step: 3}, {kind: oom, step: 5}, {kind: oom, share: 0.1}]"])
+    spec = load("grpo", None, ["faults=[{kind: oom, step: 3}, {kind: oom, step: 5}, {kind: oom, step: 7}]"])
     folder = tmp_path / "run"
     with RunFolder.created(folder, spec, plan(spec, 1), []):
         pass

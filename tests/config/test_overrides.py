@@ -20,7 +20,7 @@ SUFFIX = " End with #### and the number. "
     ("data.prompt_suffix", "' quoted '", " quoted "), ("data.prompt_suffix", '"\\n"', "\n"),
     ("roles.actor.generation.stop", "\n", "\n"), ("roles.actor.generation.stop", " ###", " ###"),
     ("roles.actor.generation.stop", "[a, b]", ["a", "b"]),
-    ("data.filter", "level in [3, 4]", "level in [3, 4]"), ("validation.data.test", "my #1: a.jsonl", "my #1: a.jsonl"),
+    ("validation.data.test", "my #1: a.jsonl", "my #1: a.jsonl"),
     ("roles.actor.model", "my model #2", "my model #2"), ("data.train", "{a.jsonl: 2}", {"a.jsonl": 2}),
     ("steps", " 5 # few", 5), ("nodes.reward.with.reward", "{math: 1}", {"math": 1}), ("mode", " async", "async"),
 ])

@@ -43,12 +43,6 @@ def test_a_resumed_run_that_names_the_whole_path_means_the_same_file(tmp_path: P
     assert files_of(Path()) == files_of(tmp_path)
 
 
-def test_other_filters_are_other_data(tmp_path: Path) -> None:
-    written(tmp_path / "train.jsonl", 8)
-    one, other = (files_of(tmp_path, f"data.filter=question != '{number} + 1?'") for number in (1, 2))
-    assert [resized for _, resized, _ in changes(one, other)] == [False]
-
-
 def test_a_long_file_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distflow.data.data_files._WHOLE", 2**10)
     monkeypatch.setattr("distflow.data.data_files._SAMPLE", 2**8)

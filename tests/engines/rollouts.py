@@ -57,7 +57,7 @@ def slow_down(engine: Any, seconds: float) -> None:
 TRAITS: dict[str, Traits] = {
     "hf": Traits(),
     "vllm": Traits(_found("vllm")),
-    "sglang": Traits(_found("sglang"), {"batch_invariant": True},  # it has no seeds otherwise
+    "sglang": Traits(_found("sglang"), {},
                      {"test_a_text_ends_a_row_with_the_token_that_completes_it": "its server has no tokenizer"},
                      slow=slow_down),
 }

@@ -27,7 +27,7 @@ def run(workspace: Path, launch: Callable[..., subprocess.CompletedProcess],
     dag.write_text(dag.read_text().replace("[brevity]", "[brevity, engines.megatron_on_cpu]"))
 
     def run(ranks: int, name: str, *given: str) -> dict:
-        sets = [word for line in ("roles.actor.model.heads=4", "roles.actor.model.kv_heads=2", *given)
+        sets = [word for line in ("roles.actor.model={architecture: qwen3, layers: 2}", *given)
                 for word in ("--set", line)]
         launch(ranks, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", name, *sets)
         return metrics_of(workspace / "runs" / name)

@@ -12,13 +12,13 @@ import pytest
 from engines.rollouts import TRAITS
 from harness import ROOT, SEED_WITH_CLEAR_DRAWS, metrics_of
 
-SGLANG = ("roles.actor.rollout=sglang", "roles.actor.generation.batch_invariant=true")
+SGLANG = ("roles.actor.rollout=sglang",)
 """It draws by numbers of its own: both runs sample with it."""
 ENGINES = {"vllm": ("roles.actor.rollout=vllm",),
            "vllm, split": ("roles.actor.rollout=vllm", "layouts.rollout.tp=2"),
            "sglang": SGLANG,
            "megatron": ("roles.actor.engine=megatron", "layouts.update.pp=2")}
-HEADS = ("roles.actor.model.heads=4", "roles.actor.model.kv_heads=2", "roles.actor.model.layers=2", "steps=3",
+HEADS = ("roles.actor.model={architecture: qwen3, layers: 2}", "steps=3",
          "roles.critic={engine: fsdp}", "nodes.reward.with.reward=brevity",
          "imports=[brevity, engines.megatron_on_cpu]")
 

@@ -258,12 +258,11 @@ def test_an_aborted_row_draws_what_it_would_have_drawn(engine, prompts):
     assert [said[row] + row.tokens.tolist() for row in rows] == [row.tolist() for row in whole.tokens.rows]
 
 
-@pytest.mark.parametrize("restart", [False, True])
-def test_what_one_rank_has_begun_another_ends(engine, model, prompts, restart):
-    """Under weights of another version, which here are the same, or anew if that is wished."""
+def test_what_one_rank_has_begun_another_ends(engine, model, prompts):
+    """Under weights of another version, which here are the same."""
     ids = torch.arange(2 * len(prompts)) + 9
     whole = engine.generate(prompts, 2, ids, key=6)
-    first = PartialRollouts(engine, Batch(ids[:0]), restart)
+    first = PartialRollouts(engine, Batch(ids[:0]))
     rows, session = engine.rows(prompts, 2, ids), engine.session(key=6)
     first.take_over(rows)
     for row in rows[1:]:  # of one, nothing is there
@@ -276,12 +275,12 @@ def test_what_one_rank_has_begun_another_ends(engine, model, prompts, restart):
     engine.load(weights(model), version=7)
     metrics = Metrics()
     with recording(metrics):
-        samples = PartialRollouts(engine, begun, restart).generate(prompts, 2, ids, key=6)
+        samples = PartialRollouts(engine, begun).generate(prompts, 2, ids, key=6)
     assert [row.tolist() for row in samples.tokens.rows] == [row.tolist() for row in whole.tokens.rows]
     assert torch.allclose(samples.logprobs.values, whole.logprobs.values, rtol=0, atol=BOUND["float32"])
     assert torch.equal(samples.finished, whole.finished)
     kept = torch.zeros(len(ids), dtype=torch.int64)
-    kept[1:] = begun["partial/tokens"].lengths if not restart else 0
+    kept[1:] = begun["partial/tokens"].lengths
     for row, count in zip(samples.versions.rows, kept.tolist()):
         assert row.tolist() == [0] * count + [7] * (len(row) - count)
     assert metrics.collect(lambda told: [told]).get("response/continued", 0) == int(kept.sum())

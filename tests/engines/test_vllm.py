@@ -93,14 +93,6 @@ def test_a_session_that_nobody_holds_costs_nothing(vllm, prompts):
     assert scheduler.get_num_unfinished_requests() == 0
 
 
-def test_kernels_that_do_not_care_for_company_may_be_asked_for(mesh, prompts, monkeypatch):
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")  # to be set back afterwards
-    engine = build("vllm", mesh, tiny(), batch_invariant=True)
-    assert os.environ["VLLM_BATCH_INVARIANT"] == "1"
-    engine.generate(prompts, 1, torch.arange(len(prompts)), key=0)
-    engine.close()
-
-
 def test_what_it_cannot_do_is_said(vllm, mesh):
     row = vllm.rows(Ragged.from_rows([torch.arange(5, 9)]), 1, torch.arange(1))[0]
     row.images = Ragged.from_rows([torch.zeros(3)])

@@ -36,8 +36,8 @@ def test_a_whole_run_on_a_gpu(launch, workspace, dtype, bound):
 
 
 def test_groups_share_a_gpu(launch, workspace):
-    launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "shared", "--set", "mode=async", "--set",
-           "groups.share_gpus=true", torchrun=True)
+    launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "shared", "--set", "mode=async",
+           torchrun=True)
     assert len(metrics_of(workspace / "runs" / "shared")) == 4
 
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from distflow.config.run import Generation, RoleRun
-from distflow.errors import EngineError, InvalidInput
+from distflow.errors import InvalidInput
 from distflow.plan import ROLLOUT, TRAINER, Group
 from workers.device import gpu_index
-from workers.engines.collectives import choose_backend, torch_name
 from workers.engines.devices import choose
 from workers.engines.vllm.start import environment, launcher_environment
 
@@ -33,26 +32,22 @@ def groups_of(trainers: int, rollouts: int) -> list:
 
 
 def test_each_rank_has_a_gpu_of_its_own():
-    assert [gpu_index(local, 4, groups_of(2, 2), False) for local in range(4)] == [0, 1, 2, 3]
+    assert [gpu_index(local, 4, groups_of(2, 2)) for local in range(4)] == [0, 1, 2, 3]
 
 
 def test_more_ranks_than_gpus_are_refused_and_never_compute_on_the_cpu():
     with pytest.raises(InvalidInput) as caught:
-        gpu_index(0, 1, groups_of(1, 1), False)
+        gpu_index(0, 1, groups_of(2, 1))
     mistake, = caught.value.mistakes
-    assert mistake.what == "2 ranks on a machine that has 1 GPU"
-    assert "groups: {share_gpus: true}" in mistake.hint
+    assert mistake.what == "3 ranks on a machine that has 1 GPU"
     assert "CUDA_VISIBLE_DEVICES=" in mistake.hint
 
 
-def test_groups_share_gpus_where_they_are_asked_to_but_ranks_of_one_group_do_not():
-    assert [gpu_index(local, 1, groups_of(1, 1), True) for local in range(2)] == [0, 0]
-    assert [gpu_index(local, 2, groups_of(2, 2), True) for local in range(4)] == [0, 1, 0, 1]
-    with pytest.raises(InvalidInput) as caught:
-        gpu_index(0, 1, groups_of(2, 1), True)
-    assert "share_gpus" not in caught.value.mistakes[0].hint
+def test_groups_share_gpus_but_ranks_of_one_group_do_not():
+    assert [gpu_index(local, 1, groups_of(1, 1)) for local in range(2)] == [0, 0]
+    assert [gpu_index(local, 2, groups_of(2, 2)) for local in range(4)] == [0, 1, 0, 1]
     with pytest.raises(InvalidInput):
-        gpu_index(0, 1, [(None, 0)] * 2, True)  # mode sync
+        gpu_index(0, 1, [(None, 0)] * 2)  # mode sync
 
 
 @pytest.mark.usefixtures("alone")
@@ -74,21 +69,3 @@ def test_large_models_recompute_by_default():
     assert not RoleRun(recompute=False).recomputes(10**10)
     assert RoleRun(recompute=True).recomputes(1)
     assert not RoleRun(engine="megatron").recomputes(10**10)
-
-
-def test_collectives_are_chosen_by_device():
-    assert [choose_backend("auto", device) for device in ("cpu", "cuda")] == ["gloo", "nccl"]
-    assert torch_name("gloo", "cpu") == "gloo"
-    assert torch_name("nccl", "cuda") == "cpu:gloo,cuda:nccl"
-    assert torch_name("ucc", "cuda") == "cpu:ucc,cuda:ucc"
-
-
-@pytest.mark.parametrize(("asked", "says"), [("ucc", "this torch .* is built without it. UCC needs a torch"),
-                                             ("nccl", "NCCL needs a torch for CUDA")])
-def test_collectives_that_do_not_work_here_are_refused(asked, says):
-    with pytest.raises(EngineError, match=f"`backend: {asked}` does not work here: .*{says}"):
-        choose_backend(asked, "cpu")
-
-
-def test_collectives_that_were_asked_for_are_tried():
-    assert choose_backend("gloo", "cpu") == "gloo"

@@ -7,7 +7,6 @@ import yaml
 from harness import ROOT
 
 from distflow.cli.plan_text import describe
-from distflow.config.cluster import Cluster
 from distflow.config.load import load
 from distflow.errors import InvalidInput
 from distflow.plan import ROLLOUT, TRAINER, Layout
@@ -70,24 +69,13 @@ def test_a_rank_needs_memory_for_what_its_group_has():
 
 
 @pytest.mark.parametrize(("overrides", "share"), [
-    (("validation.max_new_tokens=null",), 1), (("mode=semi_sync",), 1), (("validation.max_new_tokens=8",), None),
-    (("validation=null",), 0), (("validation.group=trainer",), 0)])
+    ((), 1), (("mode=semi_sync",), 1), (("validation=null",), 0)])
 def test_a_rollout_that_validates_has_a_second_cache_while_it_samples(overrides, share):
-    spec, made = planned("grpo.yaml", 4, *overrides)
+    _, made = planned("grpo.yaml", 4, *overrides)
     trainer, rollout = ({item.name: item.bytes for item in group.plan.memory} for group in made.groups)
     sampling, validating = rollout["actor: rollout cache"], rollout.get("actor: validation cache", 0)
-    prompt, response = spec.run.data.max_prompt_tokens, spec.run.roles["actor"].generation.max_new_tokens
-    assert validating == (sampling * share if share is not None else pytest.approx(
-        sampling * (prompt + 8) / (prompt + response), rel=0.01))
+    assert validating == sampling * share
     assert "actor: validation cache" not in trainer
-
-
-def test_a_cache_of_validation_that_is_too_large_has_a_remedy():
-    spec = load("grpo.yaml", None, ["mode=async", "validation.max_new_tokens=100000"], None)
-    spec.cluster = Cluster(memory_gib=1)
-    with pytest.raises(InvalidInput, match="largest memory item is `actor: validation cache`") as error:
-        plan(spec, 2)
-    assert "validation.group: trainer" in str(error.value)
 
 
 def test_the_docks_samples_take_memory_of_the_machine_and_not_of_a_rank():
@@ -193,15 +181,11 @@ def rollout_weights(made):
 
 
 def test_those_that_train_hold_a_split_model_as_rollouts_do(engines):
-    """To sample with it too, or to validate; if they cannot be divided so, each has all of it to validate."""
+    """To sample with it too."""
     split = ("roles.actor.rollout=vllm", "layouts.rollout.tp=2", "groups.rollout=2")
     trainer = planned("grpo.yaml", 6, "mode=semi_sync", *split)[1].groups[0].plan
     assert trainer.layout_of("actor", samples=True) == Layout(2, tp=2)
     assert {(task.layout.dp, task.layout.width) for task in trainer.tasks} == {(4, 1)}, "of rows"
-    odd = planned("grpo.yaml", 5, "validation.group=trainer", *split)[1].groups[0].plan
-    assert ["validates with a whole model" in str(each.notes) for each in (trainer, odd)] == [False, True]
-    assert odd.layout_of("actor", samples=True) == Layout(3)
-    assert 2 * rollout_weights(trainer) == rollout_weights(odd)
 
 
 @pytest.mark.parametrize(("ranks", "settings"), [(1, ()), (3, ()), (4, ("roles.actor.rollout=vllm",
@@ -219,11 +203,10 @@ def test_those_that_train_may_do_all_the_sampling(ranks, settings, engines):
 
 
 @pytest.mark.parametrize(("mode", "settings", "noted"), [
-    ("semi_sync", ("groups.rollout=0", "switch_at=0.7"), "switch_at"),
     ("semi_sync", ("groups.rollout=0", "fuse=false"), "fuse"),
     ("semi_sync", ("groups.rollout=0", "transport=tcp"), "transport"),
-    ("semi_sync", ("switch_at=0.7", "fuse=false", "transport=tcp"), ""),
-    ("sync", ("staleness=3",), "staleness"), ("async", ("switch_at=0.7",), "switch_at"), ("async", (), "")])
+    ("semi_sync", ("fuse=false", "transport=tcp"), ""),
+    ("sync", ("staleness=3",), "staleness"), ("async", (), "")])
 def test_plan_notes_a_setting_that_says_nothing(mode, settings, noted):
     _, made = planned("grpo.yaml", 2, f"mode={mode}", *settings)
     assert [note for note in made.notes if "changes nothing" in note and not noted] == []

@@ -125,9 +125,9 @@ def test_splits_divide_what_they_should(plan_of: Callable) -> None:
 
 
 def test_experts_count_and_are_cut(plan_of: Callable, engines: None) -> None:
-    model = {"architecture": "qwen3_moe", "layers": 2, "hidden": 64, "heads": 2, "kv_heads": 2, "experts": 4}
+    model = {"architecture": "qwen3_moe", "layers": 2, "hidden": 64, "heads": 2, "kv_heads": 2}
     shape = shape_of_embedded(Model(**model))
-    assert shape.expert_parameters == 2 * 4 * 3 * 64 * (3 * 64 // 2)
+    assert shape.expert_parameters == 2 * 8 * 3 * 64 * (3 * 64 // 2)
     dense = shape.parameters - shape.expert_parameters
     fsdp, megatron = (items_of(plan_of(DIAMOND, ranks=4, roles={"actor": {"model": model, "engine": engine}},
                                        layouts={"learn": split}))["actor: training state"]
@@ -217,13 +217,13 @@ def test_without_a_clusters_memory_there_is_no_share(paged: Callable) -> None:
 
 
 def test_weights_beyond_their_share_are_told_with_it(paged: Callable) -> None:
-    weights = shape_of_embedded(Model(architecture="qwen3", hidden=1024)).parameters * 4
+    weights = shape_of_embedded(Model(architecture="qwen3", hidden=896)).parameters * 4
     enough, little = {"memory_share": 0.75}, {"memory_share": 0.6 * weights / GIB}
     with refused("run.yaml", "the `actor: rollout weights` are ", "(roles.actor.generation.memory_share)",
                  "Raise  roles.actor.generation.memory_share  , or split the model over more ranks", mistakes=1):
-        paged("vllm", 1, little, hidden=1024)
-    assert "actor: rollout engine" in items_of(paged("vllm", 2, enough, hidden=1024))
-    assert "actor: rollout engine" in items_of(paged("vllm", 1, little, {"sample": {"tp": 2}}, hidden=1024))
+        paged("vllm", 1, little, hidden=896)
+    assert "actor: rollout engine" in items_of(paged("vllm", 2, enough, hidden=896))
+    assert "actor: rollout engine" in items_of(paged("vllm", 1, little, {"sample": {"tp": 2}}, hidden=896))
 
 
 @pytest.mark.parametrize(("mib", "remedy"), [
@@ -253,7 +253,7 @@ def test_what_a_layer_keeps_counts_its_experts_and_its_grouped_heads() -> None:
     assert activation_bytes(seven, 4, fused=True) == activation_bytes(seven, 4) == norms + attention + widening
     norms, attention, widening = 2 * (2 + 2) * 3584, 2 * (2 * 3584 + 2 * 512), 2 * 4 * 18944  # by fused kernels
     assert activation_bytes(seven, 2, fused=True) == norms + attention + widening
-    experts = shape_of_embedded(Model(architecture="qwen3_moe", hidden=64, heads=2, kv_heads=1, experts=8))
+    experts = shape_of_embedded(Model(architecture="qwen3_moe", hidden=64, heads=2, kv_heads=1))
     assert activation_bytes(experts, 4) == KEPT  # two experts are as wide as a dense layer
 
 

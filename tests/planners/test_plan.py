@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from planning import DIAMOND, LEARN, node
+from planning import DIAMOND, LEARN, RUN, node
 
 from distflow.config.load import load
 from distflow.plan import Plan
@@ -89,10 +89,10 @@ def test_there_are_no_chains_for_other_ranks(plan_of: Callable, rank: int) -> No
 
 
 def test_a_model_without_training_is_warned_about(plan_of: Callable) -> None:
-    first, second = plan_of(DIAMOND).notes
+    first, second = plan_of(DIAMOND, data={**RUN["data"], "max_prompt_tokens": 1000}).notes
     assert first.startswith("role `actor` starts from random weights")
-    assert second.startswith("role `actor` may generate up to 286 tokens")
-    assert second.endswith("but its model was made for 256")
+    assert second.startswith("role `actor` may generate up to 1,256 tokens")
+    assert second.endswith("but its model was made for 1,024")
 
 
 def test_what_an_environment_begins_with_counts(tmp_path, monkeypatch) -> None:

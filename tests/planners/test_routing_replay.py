@@ -9,7 +9,7 @@ from distflow.errors import InvalidInput
 from planners import plan
 from planners.transfers import row_bytes
 
-MIXTURE = "roles.actor.model={architecture: qwen3_moe, layers: 2, experts: 4}"
+MIXTURE = "roles.actor.model={architecture: qwen3_moe, layers: 2}"
 REPLAY = "roles.actor.generation.routing_replay=true"
 
 

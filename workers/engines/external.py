@@ -55,7 +55,7 @@ class ExternalRollout(Rollout):
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.constants, self.tied = constant_tensors(model), dict(model.all_tied_weights_keys)
         self.files = FileNames(model)
-        self.ranks, self.exact = self.tp, settings.generation.quantization == "none"
+        self.ranks = self.tp
         self.vocabulary: int = model.config.get_text_config().vocab_size
         self.cached, self.numbers = True, itertools.count()
         self.sessions: weakref.WeakSet[RequestSession] = weakref.WeakSet()

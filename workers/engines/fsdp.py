@@ -109,14 +109,6 @@ def _checkpoint(forward: Callable, number: int, *inputs: Any, **more: Any) -> An
     return checkpoint(from_start, *inputs, use_reentrant=False, **more)
 
 
-def compile_layer(layer: nn.Module) -> None:
-    """Compile the layer, but not attention, which indexes the cache by layer, or experts, whose rows vary."""
-    mixers = {*token_mixers(layer)}
-    for part in layer.children():
-        if mixers.isdisjoint(part.modules()) and not hasattr(part, "experts"):
-            part.forward = torch.compile(part.forward, dynamic=True)
-
-
 _SMALL = 64_000_000
 """Parameters up to which a model is gathered at once, and its gradients are summed over ranks once a step: to do so by
 layer and micro-batch saves too little memory for its messages."""
@@ -179,8 +171,6 @@ class FSDPEngine(Trainer):
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.settings.offload else OffloadPolicy()
         rule = {"mesh": self.shard_mesh, "mp_policy": precision, "offload_policy": offload, "ignored_params": whole,
                 "reshard_after_forward": False if self.keeps else None}  # None: but for the root
-        for layer in layers if self.settings.compile else ():
-            compile_layer(layer)
         for layer in layers if recomputes else ():
             recompute_layer(layer)
         for module in (self.policy,) if self.small else (*layers, self.policy):  # one at a time is there as a whole
@@ -196,9 +186,6 @@ class FSDPEngine(Trainer):
         if tp > 1 and any(".lora_" in name for name, _ in model.named_parameters()):
             raise EngineError(f"tp: {tp} and `lora` cannot be had together: there is no plan of how adapters are cut. "
                               "Set  tp: 1 , the base is sharded over dp, or train without `lora`")
-        if tp > 1 and self.settings.compile:
-            raise EngineError(f"tp: {tp} and `compile` cannot be had together: torch does not compile layers that are "
-                              "cut over ranks reliably. Set  compile: false")
         if cp > 1 and getattr(model, "image_processor", None):
             raise EngineError(f"cp: {cp} cannot divide rows with images, whose tokens stand at rows and columns. "
                               "Set  cp: 1")

@@ -27,6 +27,7 @@ from distflow.config.dag import Head
 from distflow.config.model_code import code_of, refusal
 from distflow.config.run import Model
 from distflow.config.shipped import find
+from distflow.config.sizes import POSITIONS
 from distflow.config.spec import Spec
 from distflow.data.checks import training_fields
 from distflow.data.dataset import open_training_sets
@@ -55,7 +56,8 @@ def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedM
         if spec.run.data.images is not None and processor is None:
             processor = LibraryProcessor.read(folder, loaded.config.model_type, tokenizer)
         return attach_images(loaded, processor), tokenizer
-    sizes = {**model.model_dump(exclude={"path", "experts", "experts_per_token"}), "mixture": model.mixture}
+    sizes = {**model.model_dump(exclude={"path"}), "head_dim": model.head_dim, "mixture": model.mixture,
+             "max_positions": POSITIONS}
     ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
     built = build_model(len(tokenizer), spec.run.seed, **sizes, **ids)
     return with_value_head(built) if head == "value" else built, tokenizer

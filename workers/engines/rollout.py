@@ -235,7 +235,6 @@ class Rollout(Sampler):
     stop: StopStrings | None = None  # texts that end a turn, besides `end_tokens`
     tied: Mapping[str, str] = {}  # names of tied weights, by that of each copy
     ranks = 1  # over which what is held adds up
-    exact = True  # whether weights are held in `dtype`, not quantized
     proved: tuple[tuple[int, int], ...] = ((0, 0),)
     """Versions that it has sampled with, each with the fingerprint of the weights that it was proved to hold; 0: those
     that the model was loaded with."""
@@ -264,7 +263,7 @@ class Rollout(Sampler):
         """Return the names of published weights that the engine does not hold. Collective over its ranks."""
         held = self.held()
         copies = {copy: published[name] for copy, name in self.tied.items() if name in published and copy in held}
-        return self._held_weights.differing(published | copies, held, self.ranks, self.exact)
+        return self._held_weights.differing(published | copies, held, self.ranks)
 
     def prove(self, role: str, published: Sums, fingerprint: int = 0) -> None:
         """Prove that the engine holds what was published as its version. Raises EngineError, with an event: it does

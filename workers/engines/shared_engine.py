@@ -10,7 +10,6 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
@@ -46,7 +45,6 @@ class SharedEngine(Sampler):
         self.callers: weakref.WeakSet[EngineCaller] = weakref.WeakSet()
         self.version = rollout.version
         self.held_from: int | None = None
-        self.restarted = -1  # version of the weights that have begun all turns under way again
         self.idle_phase: Phase = "waiting"  # the phase of this rank while nothing is sampled
         self.shown: Phase = "waiting"
         self.gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -114,25 +112,6 @@ class SharedEngine(Sampler):
         if self.failure is not None:
             raise EngineStopped(str(self.failure)) from self.failure
 
-    def restart(self) -> None:
-        """Begin all turns under way again, of rows that the weights of now have read from their first token on."""
-        self.restarted = self.rollout.version
-        for session in self.sessions.values():
-            together: dict[int, list[SampledRow]] = defaultdict(list)
-            for row in session.abort():
-                _forget_read(session, row)
-                together[id(row.sequence)].append(row)  # samples of a prompt share the tensor, and are read once
-            for rows in together.values():
-                session.add(rows)
-
-    def extend(self, session: Session, row: SampledRow, observation: Tensor, limit: int) -> None:
-        """Start another turn; a row that has answered before a restart is read again too."""
-        if bool((row.versions[-1:] < self.restarted).any()):
-            _forget_read(session, row)
-            Session.extend(session, row, observation, limit)
-        else:
-            session.extend(row, observation, limit)
-
     def submit(self, action: Callable[[], None]) -> None:
         """Run an action in the driving thread before the next token."""
         with self.changed:
@@ -185,7 +164,7 @@ class EngineCaller(Session):
         self._ask(rows, lambda session: session.add(rows))
 
     def extend(self, row: SampledRow, observation: Tensor, limit: int) -> None:
-        self._ask([row], lambda session: self.engine.extend(session, row, observation, limit))
+        self._ask([row], lambda session: session.extend(row, observation, limit))
 
     def forget(self, row: SampledRow) -> None:
         self.engine.submit(lambda: self.engine._session(self.kind).forget(row))
@@ -246,9 +225,3 @@ class EngineCaller(Session):
             begin(self.engine._session(self.kind))
 
         self.engine.submit(act)
-
-
-def _forget_read(session: Session, row: SampledRow) -> None:
-    """Drop what other weights have computed of a row: keys, values and experts."""
-    session.forget(row)
-    row.experts = None

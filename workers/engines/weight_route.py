@@ -1,6 +1,6 @@
 """Brings a role's weights to ranks that sample with it and do not train it, in the group of those that do.
 
-That is in mode sync, and where ranks that train validate (`validation.group: trainer`).
+That is in mode sync, and in semi_sync where all ranks train and sample in turns.
 
     sent        surrounds the trainer's export: its first rank also sends what is exported to these ranks, by buckets
     received    yields there what is sent

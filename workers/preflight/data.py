@@ -89,7 +89,7 @@ def _pairs_differ(records: FirstRecords) -> Iterator[FailedProof]:
         same = [index for index, row in enumerate(records.rows)
                 if answer_text(row["chosen"]).strip() == answer_text(row["rejected"]).strip()]
         yield from records.failed(same, " has the same answer as `chosen` and as `rejected`, of which nothing can be "
-                                  "learned", "Take such records out:  --set data.filter='chosen != rejected'")
+                                  "learned", "Take such records out of the data.")
 
 
 def _tool_calls_can_be_read(records: FirstRecords) -> Iterator[FailedProof]:

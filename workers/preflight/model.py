@@ -29,8 +29,7 @@ from distflow.data.batch import Ragged
 from distflow.errors import Diagnostic
 from distflow.plan import Plan
 from workers.engines.capabilities import attend_by, decoder_layers
-from workers.engines.collectives import choose_backend, torch_name
-from workers.engines.devices import choose, dtype_of
+from workers.engines.devices import BACKENDS, choose, dtype_of
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.role_engines import RoleEngines
 from workers.engines.rounding import ROUNDING
@@ -125,7 +124,7 @@ def prove_alone(account: Preflight, spec: Spec, made: Plan) -> None:
     """Prove the models of a plan for one rank, in this process alone. See `ModelProofs.at_start`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     choose(device)
-    dist.init_process_group(torch_name(choose_backend("auto", device), device), rank=0, world_size=1,
+    dist.init_process_group(BACKENDS[device], rank=0, world_size=1,
                             store=dist.HashStore())  # pyright: ignore[reportPrivateImportUsage]
     proofs, tasks, roles = ModelProofs(spec, False, device), made.chain(0), {}
     try:
@@ -223,8 +222,7 @@ def prove_sampling(role: RoleEngines, rows: ProofRows, when: str) -> list[Failed
     asked = prompts.select(torch.tensor([0, 0, 1, 1]))
     routed = role.routed_experts(sampled.experts, asked.lengths, sampled.tokens.lengths)
     trained = role.engine.logprobs(asked, sampled.tokens, 1.0, None, *routed).values
-    rounded = role.settings.generation.quantization != "none"  # on purpose
-    if not rounded and (wrong := _difference(role, sampled.logprobs.values, trained)):
+    if wrong := _difference(role, sampled.logprobs.values, trained):
         return _failed(role, "rollout", f"log-probabilities {when} that the engine which trains does not have: {wrong}",
                        "It samples from another policy than the one that is trained.")
     if stale := _stale_weight(role):

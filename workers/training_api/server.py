@@ -21,7 +21,6 @@ from typing import Any
 
 import msgpack
 
-from distflow.config.training_api import TrainingApi
 from distflow.telemetry.files import write_atomically
 from distflow.telemetry.run_folder import finite
 from workers.endpoint.http_server import HttpServer, ReadBody, Reply
@@ -71,20 +70,22 @@ class TrainingServer(HttpServer):
 
     max_body, body_seconds = 1 << 30, _BODY_SECONDS
 
-    def __init__(self, settings: TrainingApi, folder: Path, step: int, facts: dict[str, Any]):
+    def __init__(self, address: str, folder: Path, step: int, facts: dict[str, Any]):
         self.facts, self.step, self.attempt = facts, step, secrets.token_hex(8)
         self.passes = 0  # calls of forward_backward whose gradient is not applied
         self.calls: queue.SimpleQueue[TrainingCall] = queue.SimpleQueue()
         self.answers: dict[str, _Answer] = {}  # by the call's id
         before = _read(folder / ADDRESS)
         self.token = str(before.get("token") or secrets.token_urlsafe(32))
+        host, _, number = address.rpartition(":")
+        host, port = host.strip("[]"), int(number)
         try:
-            super().__init__(settings.host, settings.port or int(before.get("port") or 0))
+            super().__init__(host, port or int(before.get("port") or 0))
         except OSError:
-            if settings.port:
+            if port:
                 raise
-            super().__init__(settings.host)
-        host = socket.gethostname() if settings.host in ("0.0.0.0", "::", "") else settings.host
+            super().__init__(host)
+        host = socket.gethostname() if host in ("0.0.0.0", "::") else host
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         mine = {"url": self.address, "port": self.port, "token": self.token}
         write_atomically(folder / ADDRESS, json.dumps(mine), mode=0o600)  # the token is its owner's alone

@@ -20,13 +20,13 @@ from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.runnable import runnable
 from planners.heterogeneous.workload import problem_of
 
-MODEL = "{architecture: qwen3, layers: 4, hidden: 512, heads: 8, kv_heads: 4, head_dim: 64}"
+MODEL = "{architecture: qwen3, layers: 4, hidden: 512, heads: 8, kv_heads: 4}"
 SIZES = [f"roles.actor.model={MODEL}", "data.batch=64"]
-CLUSTER = {"name": "unlike", "links": {"zone": {"gb_s": 1, "latency_us": 10}, "inside": {"gb_s": 10}},
+CLUSTER = {"name": "unlike", "links": {"zone": {"gb_s": 1, "latency_us": 10}},
            "devices": {name: {"tflops": {"float32": speed}, "memory_gib": 16, "memory_gb_s": 100 * speed}
                        for name, speed in (("whole", 3), ("third", 1))},
-           "machines": {"quick": {"device": "whole", "devices": 2, "count": 2},
-                        "slow": {"device": "third", "devices": 2}}}
+           "machines": {"quick": {"device": "whole", "devices": 2, "count": 2, "inside": {"gb_s": 10}},
+                        "slow": {"device": "third", "devices": 2, "inside": {"gb_s": 10}}}}
 
 
 @pytest.fixture

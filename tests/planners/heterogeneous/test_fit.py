@@ -15,7 +15,7 @@ from planners import plan
 from planners.heterogeneous.fit import Fit, fit, lines
 from planners.memory import GIB, needed
 
-MODEL = "{architecture: qwen3, layers: 36, hidden: 4096, heads: 32, kv_heads: 8, head_dim: 128}"
+MODEL = "{architecture: qwen3, layers: 36, hidden: 4096, heads: 32, kv_heads: 8}"
 SIZES = [f"roles.actor.model={MODEL}", "roles.actor.dtype=bfloat16", "data.batch=64", "data.max_prompt_tokens=512",
          "roles.actor.generation.max_new_tokens=1024"]
 

@@ -39,10 +39,11 @@ from planners.heterogeneous.workload import problem_of
 from planners.planner import roles_apart, roles_on_rollouts
 
 CLUSTER = {
-    "name": "mixed", "links": {"inside": {"gb_s": 50}, "zone": {"gb_s": 10, "latency_us": 20}},
+    "name": "mixed", "links": {"zone": {"gb_s": 10, "latency_us": 20}},
     "devices": {"new": {"tflops": {"float32": 60}, "memory_gib": 80, "memory_gb_s": 3000},
                 "old": {"tflops": {"float32": 20}, "memory_gib": 40, "memory_gb_s": 1000}},
-    "machines": {"quick": {"device": "new", "devices": 2}, "slow": {"device": "old", "devices": 2}}}
+    "machines": {"quick": {"device": "new", "devices": 2, "inside": {"gb_s": 50}},
+                 "slow": {"device": "old", "devices": 2, "inside": {"gb_s": 50}}}}
 MODEL = ["roles.actor.model={architecture: qwen3, layers: 4, hidden: 512, heads: 8, kv_heads: 4}", "data.batch=48"]
 
 
@@ -109,7 +110,7 @@ def test_groups_are_those_that_train_first_and_those_that_sample(obey: Callable,
 
 def test_a_part_of_a_machine_that_trains_is_its_first_one(obey: Callable, tmp_path: Path) -> None:
     device = {"tflops": {"float32": 60}, "memory_gib": 80, "memory_gb_s": 5}  # which trains slowly
-    machines = {"one": {"device": "new", "devices": 4}}
+    machines = {"one": {"device": "new", "devices": 4, "inside": {"gb_s": 50}}}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"devices": {"new": device}, "machines": machines}))
     trainer, rollout = obey("mode=async").groups
     assert (trainer.ranks, rollout.ranks) == (range(3), range(3, 4))
@@ -308,7 +309,7 @@ def many_kinds(tmp_path: Path) -> Spec:
     devices = {name: {"memory_gb_s": speed, "memory_gib": 80, "tflops": {"float32": tflops}}
                for name, speed, tflops in (("d0", 1000, 10), ("d1", 3000, 100), ("d2", 300, 60))}
     devices["d0"]["memory_gib"] = 40
-    machines = {f"m{kind}": {"count": count, "device": f"d{kind}", "devices": each}
+    machines = {f"m{kind}": {"count": count, "device": f"d{kind}", "devices": each, "inside": {"gb_s": 50}}
                 for kind, (count, each) in enumerate(((3, 2), (1, 6), (5, 6)))}
     cluster = CLUSTER | {"devices": devices, "machines": machines}
     (tmp_path / "many.yaml").write_text(yaml.safe_dump(cluster))
@@ -432,7 +433,8 @@ def test_frozen_models_behind_rollouts_are_whole_and_on_the_first_device_of_each
 
 def test_a_machine_may_be_divided_where_groups_meet(obey: Callable, vllm: str, tmp_path: Path) -> None:
     """Whichever of alike devices the plan names: what trains, samples and infers takes them in the order of ranks."""
-    machines, devices = {"quick": {"device": "new", "devices": 2, "count": 8}}, {"new": CLUSTER["devices"]["new"]}
+    machines = {"quick": {**CLUSTER["machines"]["quick"], "count": 8}}
+    devices = {"new": CLUSTER["devices"]["new"]}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"machines": machines, "devices": devices}))
 
     def divided(said: dict, count: int = 14, tp: int = 1) -> None:
@@ -559,7 +561,7 @@ def test_machines_that_train_come_first_wherever_the_cluster_file_has_them(obey:
 
 def test_the_order_of_machines_names_one_that_stands_between_others(spec_of: Callable, tmp_path: Path) -> None:
     """Two of eight alike machines train; the rest follows in the order of the cluster file."""
-    machines = {"slow": {"device": "old", "devices": 2}, "quick": {"device": "new", "devices": 2, "count": 8}}
+    machines = {"slow": CLUSTER["machines"]["slow"], "quick": {**CLUSTER["machines"]["quick"], "count": 8}}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"machines": machines}, sort_keys=False))
 
     def between(said: dict) -> None:

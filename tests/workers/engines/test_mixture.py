@@ -54,8 +54,8 @@ def odd_experts() -> str:
 
 
 @pytest.mark.parametrize(("sizes", "says"), [
-    ({"architecture": "qwen3", "experts": 4}, "are for  architecture: qwen3_moe"),
-    ({"architecture": "qwen3_moe", "experts": 2, "experts_per_token": 3}, "cannot have 3 of 2 experts")])
+    ({"architecture": "qwen3", "hidden": 100, "heads": 4}, "hidden .100. must be a multiple of 2 × heads"),
+    ({"architecture": "qwen3_moe", "heads": 4, "kv_heads": 3}, "must be a multiple of kv_heads")])
 def test_sizes_that_do_not_go_together_are_refused(sizes, says):
     with pytest.raises(ValueError, match=says):
         Model(**sizes)

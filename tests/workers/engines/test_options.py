@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-from functools import partial
-from unittest.mock import patch
-
 import pytest
-import torch
 from ranks import run_ranks
 from torch.distributed.tensor import Replicate, Shard
 from training import (
     Trained,
     built,
     engine_of,
-    joined,
     kept_for_backward,
     named_mesh,
-    plain_training,
     share_of,
-    trained_by,
     training,
 )
 
@@ -32,32 +24,6 @@ from workers.engines.fsdp import FSDPEngine
 
 def optional_training(layout, settings, small) -> Trained:
     return training(layout, {}, small, settings)
-
-
-@pytest.mark.run
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
-def test_a_compiled_model_equals_the_plain_one():
-    joined(run_ranks(1, optional_training, {}, {"compile": True, "recompute": True}, 0), 1).equals(plain_training())
-
-
-def compilations() -> tuple[int, int]:
-    """Graphs that three updates and an inference need, in a model of two layers and in one of four; they are only
-    traced: what is made of them is another test's."""
-    found = []
-    with (patch.object(torch, "compile", partial(torch.compile, backend="eager")),
-          torch._dynamo.config.patch(recompile_limit=1000)):  # after which it would compile no more
-        for layers in (2, 4):
-            torch._dynamo.reset()
-            torch._dynamo.utils.counters.clear()
-            mesh = named_mesh()
-            trained_by(engine_of(mesh, {"layers": layers}, compile=True), share_of(mesh))
-            found.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    return tuple(found)
-
-
-def test_layers_share_what_is_compiled():
-    ((few, many),) = run_ranks(1, compilations)
-    assert 0 < many <= few
 
 
 def placements(replicas: int) -> list:
@@ -83,7 +49,6 @@ def refusal(layout, settings) -> str:
 
 @pytest.mark.parametrize(("layout", "settings", "says"), [
     ({"dp": 2}, {"replicas": 3}, "replicas: 3 does not divide the 2 ranks"),
-    ({"tp": 2}, {"compile": True}, "Set  compile: false"),
     ({"tp": 2}, {"lora": {"rank": 4}}, "tp: 2 and `lora` cannot be had together")], ids=str)
 def test_options_that_do_not_fit_the_layout_are_refused(layout, settings, says):
     assert says in run_ranks(2, refusal, layout, settings)[0]

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from training import built
 
 from distflow.config.run import Generation
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
 from workers.engines.hf import HFRollout
-from workers.engines.rollout import SampledRow
 from workers.engines.shared_engine import SharedEngine
 
 PROMPTS = Ragged.from_rows([torch.arange(3, 3 + length) for length in (4, 7, 5, 6, 9, 2)])
@@ -110,48 +107,3 @@ def test_shared_engine_returns_partial_rows_only_at_an_orderly_end(rollout, fail
     steps = iter(range(4))
     shared.drive(lambda: next(steps, None) is None, lambda: failed)
     assert [len(row.tokens) for row in rows] == ([0, 0] if failed else [4, 4])
-
-
-@pytest.mark.parametrize("between", [False, True], ids=["in a turn", "between turns"])
-def test_shared_engine_restarts_a_turn_with_the_new_weights_alone(between):
-    """Nothing that the old ones have read of the conversation counts: keys, values and experts are the new ones'."""
-    model = built(architecture="qwen3_moe", mixture=(8, 3))
-    generation = Generation(max_new_tokens=8, batch_rows=4, routing_replay=True)
-    rollout = HFRollout(model, generation, pad_token=0, end_tokens=[10_000])
-    rollout.version, old, armed, renewed = 0, copy.deepcopy(model.state_dict()), threading.Event(), threading.Event()
-
-    def renew(shared):
-        session = next(iter(shared.sessions.values()), None)
-        if armed.is_set() and not renewed.is_set() and (between or int(session.turns.state["count"].max()) >= 3):
-            shared.rollout.load([(name, old[name] + 0.02 * torch.randn(
-                old[name].shape, generator=torch.Generator().manual_seed(len(name)))) for name in old
-                if name in rollout.weight_buffers()], version=9)
-            shared.restart()
-            renewed.set()
-
-    shared, over = SharedEngine(rollout, renew), threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(shared.drive, over.is_set)
-        session = shared.session(key=3, keep_cache=True)
-        rows = shared.rows(PROMPTS.slice(0, 1), 2, torch.arange(2))
-        session.add(rows)
-        while session.busy:
-            session.step()
-        armed.set()
-        assert not between or renewed.wait(SOON)
-        for row in rows:
-            session.extend(row, torch.tensor([9, 10 + row.id, 11]), 8)
-        while session.busy:
-            session.step()
-        over.set()
-    fresh = [SampledRow(row.id, row.sequence, row.prompt, row.limit) for row in rows]
-    alone = rollout.session(3)
-    for row in fresh:
-        alone.add([row])
-    while alone.busy:
-        alone.step()
-    for row, other in zip(rows, fresh):
-        assert row.versions.tolist() == [9] * 8
-        assert row.tokens.tolist() == other.tokens.tolist()
-        assert torch.allclose(row.logprobs, other.logprobs, atol=1e-5)
-        assert torch.equal(row.experts, other.experts)

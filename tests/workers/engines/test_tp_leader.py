@@ -116,7 +116,7 @@ def lead_or_follow(trainer: int) -> tuple[list, int, int]:
     else:
         leader = Led(engine)
         talk(leader)
-        stream = SharedEngine(leader, functools.partial(load_if_newer, updates, "continue"))
+        stream = SharedEngine(leader, functools.partial(load_if_newer, updates))
         store = client(trainer)
         publisher = Publisher(store, TOKEN, rank=0, ranks=1)
         for version in (1, 2):
@@ -189,7 +189,7 @@ def disagree(leads: str, follows: str) -> tuple[int, bool]:
     else:
         leader = TPLeader(engine)
         leader.last_broadcast = 0.0  # so that a look without weights is broadcast too
-        load_if_newer(ahead, "continue", SharedEngine(leader))
+        load_if_newer(ahead, SharedEngine(leader))
         leader.release_followers()
     return engine.version, ahead.dropped
 

@@ -206,7 +206,7 @@ def test_pictures_are_proved(template: str | None, longest: int, says: str, doub
         Image.new("RGB", (size, size)).save(tmp_path / f"{index}.png")
     rows = [{"question": f"How many {index}?", "answer": "1", "image": f"{index}.png"} for index in range(3)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = "{architecture: qwen3_vl, layers: 2, hidden: 64, heads: 2, kv_heads: 1, head_dim: 32}"
+    model = "{architecture: qwen3_vl, layers: 2, hidden: 64, heads: 2, kv_heads: 1}"
     spec = load("grpo", None, [f"roles.actor.model={model}", "data.images=image", f"data.train={tmp_path}/train.jsonl",
                                f"data.max_prompt_tokens={longest}", "data.batch=1", "validation=null"])
     made = build_tokenizer(["How many 0 1 2?"], with_images=True)

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import distflow
-from distflow.config.training_api import TrainingApi
 from workers.endpoint.messages import RequestRefused
 from workers.training_api import server
 from workers.training_api.server import TrainingServer
@@ -29,7 +28,7 @@ class Scripted:
     """A run of one rank that counts what it is asked for; `held` calls are answered when `release` is set."""
 
     def __init__(self, folder, step=0):
-        self.server = TrainingServer(TrainingApi(), folder, step, {"steps": 100})
+        self.server = TrainingServer("127.0.0.1:0", folder, step, {"steps": 100})
         self.server.max_body = 10_485
         self.logprobs = [[-0.25]]
         self.step, self.seen, self.drawn, self.release = step, [], [], threading.Event()
@@ -126,7 +125,7 @@ def test_training_server_writes_null_for_numbers_that_are_not_finite(run, client
 
 
 def test_training_server_allocates_no_memory_for_announced_bodies(tmp_path):
-    training = TrainingServer(TrainingApi(), tmp_path, 0, {})
+    training = TrainingServer("127.0.0.1:0", tmp_path, 0, {})
     head = f"POST /v1/forward HTTP/1.1\r\nAuthorization: Bearer {training.token}\r\nContent-Length: {1 << 30}\r\n" \
            "Expect: 100-continue\r\n\r\n"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

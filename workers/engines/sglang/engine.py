@@ -159,9 +159,8 @@ class SGLangSession(RequestSession):
         settings = self.engine.generation
         limits = self.limits or settings
         # SGLang draws differently once any row of a batch is greedy or has a top-k: with seeds, give a top-k to all.
-        no_limit = self.engine.vocabulary if settings.batch_invariant else -1
-        common = {"temperature": self.temperature, "top_p": limits.top_p, "top_k": limits.top_k or no_limit,
-                  "stop_token_ids": sorted(self.ends)}
+        common = {"temperature": self.temperature, "top_p": limits.top_p,
+                  "top_k": limits.top_k or self.engine.vocabulary, "stop_token_ids": sorted(self.ends)}
         return {"rid": list(new), "input_ids": [row.sequence.tolist() for row in new.values()],
                 "extra_key": str(self.engine.version), "return_logprob": True,
                 "return_routed_experts": settings.routing_replay, "sampling_params": [
@@ -268,8 +267,7 @@ class SGLangRollout(ExternalRollout):
                  "stream-interval": 1 << 30,  # events come at a row's first token and at its end
                  "custom-weight-loader": _READ,
                  "log-level": "warning", **special(config, settings, self.dtype)}
-        switches = ["--skip-tokenizer-init", "--sleep-on-idle",
-                    *(["--enable-deterministic-inference"] * settings.batch_invariant),
+        switches = ["--skip-tokenizer-init", "--sleep-on-idle", "--enable-deterministic-inference",
                     *(["--enable-return-routed-experts"] * settings.routing_replay),
                     *(["--enable-memory-saver"] if self.device == "cuda" else []),
                     *([] if self.device == "cuda" and self.generation.cuda_graphs else ["--disable-cuda-graph"])]

@@ -60,8 +60,6 @@ def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, de
     """Start an engine for the model's architecture, with undefined weights; with `lora`, those of its frozen base.
     `split`: tp and ep."""
     tp, ep = split
-    if device == "cpu" and generation.quantization != "none":
-        raise EngineError("vLLM has no FP8 on a CPU. Take  quantization  out of `generation`")
     gpu = torch.cuda.current_device() if device == "cuda" else None
     launched = launcher_environment(tp, gpu)
     with _one_start_at_a_time(device, tp), translate_errors("start"), environment(generation, launched), \
@@ -238,9 +236,8 @@ def on_cpu(config: PretrainedConfig, generation: Generation, dtype: torch.dtype)
 
 
 def on_gpu(generation: Generation) -> dict[str, object]:
-    quantized = {"quantization": "fp8_per_tensor"} if generation.quantization == "fp8" else {}
     return {"max_model_len": -1, "enable_sleep_mode": True, "gpu_memory_utilization": generation.memory_share,
-            "enforce_eager": not generation.cuda_graphs or generation.routing_replay, **quantized}
+            "enforce_eager": not generation.cuda_graphs or generation.routing_replay}
 
 
 @contextlib.contextmanager
@@ -250,8 +247,6 @@ def environment(generation: Generation, launched: dict[str, str]) -> Iterator[No
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     os.environ.update(_OURS)
-    if generation.batch_invariant:
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     said = torchrun_environment()
     shown = said | launched if launched else {}
     for name in said:
