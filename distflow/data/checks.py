@@ -167,8 +167,8 @@ def _odd_texts(spec: Spec, name: str, records: Records) -> Iterator[str]:
             continued += [index] * (ends_with_answer(asked) and not whole)
     if rejected:
         yield f"{len(rejected)} of {read} records of {name} have `label: false`, such as " \
-              f"{records.location(rejected[0])}, and are imitated as the others are. Leave them out:  " \
-              "--set data.filter=label"
+              f"{records.location(rejected[0])}, and are imitated as the others are. Leave them out " \
+              "of the file."
     if broken:
         yield f"{len(broken)} of {read} records of {name} have half of a surrogate pair in a text, such as " \
               f"{records.location(broken[0])}: it becomes U+FFFD, and `data/texts_mended` counts such records"

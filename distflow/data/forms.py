@@ -9,6 +9,7 @@ from __future__ import annotations
 import decimal
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
