@@ -149,8 +149,10 @@ class Validator:
 
 def _limits(settings: Validation, role: RoleEngines) -> TokenLimits | None:
     """Return which tokens answers are drawn from; None: those of the role."""
+    if settings.top_p is None:
+        return None
     generation = role.settings.generation
-    return None if settings.top_p is None else TokenLimits(generation.top_k, settings.top_p, generation.min_p)
+    return TokenLimits(generation.top_k, settings.top_p, generation.min_p)
 
 
 def _share(spec: Spec, role: RoleEngines, path: Path, layout: Layout) -> _Share:

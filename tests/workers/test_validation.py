@@ -67,7 +67,7 @@ def spec(tmp_path):
     for name, texts in questions.items():
         lines = [json.dumps({"question": text, "answer": text}) for text in texts]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    run = SimpleNamespace(samples=2, data=Data(train="", max_prompt_tokens=4),
+    run = SimpleNamespace(shown_samples=2, data=Data(train="", max_prompt_tokens=4),
                           validation=Validation(data={name: f"{name}.jsonl" for name in questions}))
     return SimpleNamespace(run=run, rewards=shipped_rewards(), data_path=lambda name: tmp_path / name)
 
