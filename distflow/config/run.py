@@ -56,6 +56,8 @@ def rows_or_all(value: Any) -> Any:
 def address(value: Any) -> Any:
     """Return the address at which a server listens, as HOST:PORT with port 0 for a free one. Raises ValueError."""
     if not isinstance(value, str):
+        if value in ({}, {"host": "127.0.0.1", "port": 0}):  # as older versions have written it
+            return "127.0.0.1:0"
         if isinstance(value, dict):
             raise ValueError("it is an address. Instead:  training_api: localhost")
         return value
