@@ -38,7 +38,6 @@ def test_rows_are_found_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("settings", "read"), [
     ({}, ["question", "answer"]), ({"columns": ["level"]}, ["question", "answer", "level"]),
     ({"columns": ["extra.index"]}, ["question", "answer", "extra"]),
-    ({"filter": ["level > 3"]}, ["question", "answer", "level"]), ({"filter": ["mine:keep"]}, None),
     ({"columns": ["lost"]}, None), ({"answer": "extra.index"}, ["question", "extra"])])
 def test_only_the_columns_of_the_run_are_read(tmp_path: Path, settings: dict, read: list[str] | None) -> None:
     path = written(tmp_path, 4, 4, level=[1] * 4, extra=[{"index": 1}] * 4, wide=["z"] * 4)
