@@ -15,35 +15,47 @@ Rows that are computed in other company are rounded otherwise, by up to 4e-7."""
 OF_CRITIC = ("value/loss", "value/grad_norm", "value/explained", "value/mean")
 
 
+BRIEF = (ROOT / "dags/ppo.yaml").read_text().replace(
+    "function: score, ", "function: score, with: {reward: brevity}, ") + "imports: [brevity]\n"
+
+
+def steps_of(run):
+    """The steps of a run, with what all trainers have reported."""
+    return {step["step"]: step for step in RunReader(run).timed_steps()}
+
+
 @pytest.fixture
 def ppo(workspace, launch):
-    """Start a run of PPO with a reward that tiny models get. Return its steps, with what all trainers have reported."""
-    shipped = (ROOT / "dags/ppo.yaml").read_text()
-    (workspace / "ppo.yaml").write_text(
-        shipped.replace("function: score, ", "function: score, with: {reward: brevity}, ") + "imports: [brevity]\n")
+    """Start a run of PPO with a reward that tiny models get. Return its steps."""
+    (workspace / "ppo.yaml").write_text(BRIEF)
 
     def run(ranks, name, *settings):
         launch(ranks, *PPO, *settings, "--name", name)
-        return {step["step"]: step for step in RunReader(workspace / f"runs/{name}").timed_steps()}
+        return steps_of(workspace / f"runs/{name}")
 
     return run
 
 
-def test_layouts_let_a_critic_train_on_ranks_of_its_own(ppo, workspace):
+@pytest.fixture
+def together(run_once):
+    """The folder of a run of PPO on one rank in mode sync."""
+    return run_once(1, *PPO, "mode=sync", files=(("ppo.yaml", BRIEF),))
+
+
+def test_layouts_let_a_critic_train_on_ranks_of_its_own(ppo, workspace, together):
     """In mode async. Its ranks are killed: one when the actor has trained and may have published, then one before it
     trains. The weights are those of a run without kills, bit for bit, as no row is computed with others. Mode sync:
     `test_rank_invariance.py`."""
-    together = ppo(1, "together", "mode=sync")
     on_its_own = ("mode=async", *STRICT, "groups.rollout=1", "layouts={critic: {first: 1}}", "fuse=false",
                   "roles.actor.generation.batch_rows=1")
     apart = ppo(4, "apart", *on_its_own)
     ppo(4, "killed", *on_its_own, "faults=[{kind: kill, group: trainer, rank: 1, phase: saving, step: 1}, "
         "{kind: kill, group: trainer, rank: 2, phase: training, step: 2}]")
     for run in ("apart", "killed"):
-        require_equal(metrics_of(workspace / f"runs/{run}"), metrics_of(workspace / "runs/together"), steps=(1, 2, 3))
-    for step in (1, 2, 3):
+        require_equal(metrics_of(workspace / f"runs/{run}"), metrics_of(together), steps=(1, 2, 3))
+    for step, values in steps_of(together).items():
         for metric in OF_CRITIC:
-            assert apart[step][metric] == pytest.approx(together[step][metric], abs=1e-5, rel=1e-3), metric
+            assert apart[step][metric] == pytest.approx(values[metric], abs=1e-5, rel=1e-3), metric
     for role in ("actor", "critic"):
         calm, killed = ((workspace / f"runs/{run}/model-{role}/model.safetensors").read_bytes()
                         for run in ("apart", "killed"))
@@ -63,13 +75,13 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("case", SPLITS)
-def test_layouts_first_goes_with_other_modes_and_splits(ppo, workspace, case):
-    together = ppo(1, "together")
+def test_layouts_first_goes_with_other_modes_and_splits(ppo, workspace, together, case):
     ranks, *settings = SPLITS[case]
     apart = ppo(ranks, "apart", *settings)
-    require_equal(metrics_of(workspace / "runs/apart"), metrics_of(workspace / "runs/together"), steps=(1, 2, 3))
-    for step, metric in ((step, metric) for step in together for metric in OF_CRITIC):
-        assert apart[step][metric] == pytest.approx(together[step][metric], abs=1e-5, rel=1e-3), metric
+    require_equal(metrics_of(workspace / "runs/apart"), metrics_of(together), steps=(1, 2, 3))
+    for step, values in steps_of(together).items():
+        for metric in OF_CRITIC:
+            assert apart[step][metric] == pytest.approx(values[metric], abs=1e-5, rel=1e-3), metric
 
 
 LIKELY = """
@@ -90,19 +102,20 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("case", BESIDE)
-def test_frozen_roles_may_be_beside_another(ppo, workspace, case):
+def test_frozen_roles_may_be_beside_another(ppo, workspace, run_once, case):
     """On its ranks, of which one dies; the losses are those of one rank."""
-    (workspace / "likely.py").write_text(LIKELY)
-    dag = (workspace / "ppo.yaml").read_text().replace("[brevity]", "[likely]").replace(
+    dag = BRIEF.replace("[brevity]", "[likely]").replace(
         "  reference: {copy_of: actor}\n", "  reference: {copy_of: actor}\n  teacher: {copy_of: actor}\n")
     reward = next(line for line in dag.splitlines() if line.startswith("  reward: "))
     judged = '  reward:    {role: reward, type: COMPUTE, function: "likely:likely", dependencies: [teacher]}'
-    (workspace / "ppo.yaml").write_text(dag.replace(reward, TEACHER + judged))
+    files = ("likely.py", LIKELY), ("ppo.yaml", dag.replace(reward, TEACHER + judged))
+    for name, text in files:
+        (workspace / name).write_text(text)
     ranks, *settings = BESIDE[case]
     where = "inference" if case == "each other, async" else "trainer"
     last = ranks - 1 - (case == "the critic, async")  # behind which a rank samples
     killed = f"faults=[{{kind: kill, group: {where}, rank: {last}, phase: inference, step: 2}}]"
-    together = ppo(1, "together", "mode=sync")
+    together = steps_of(run_once(1, *PPO, "mode=sync", files=files))
     apart = ppo(ranks, "apart", *STRICT, *settings, killed)
     assert together.keys() == apart.keys() == {1, 2, 3}
     for step, metric in ((step, metric) for step in together for metric in ("loss", "grad_norm", *OF_CRITIC)):
