@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import ROOT, command, environment, metrics_of
+from harness import ROOT, command, environment, lines_of, metrics_of
 
 GRPO = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml")
 
@@ -119,3 +119,19 @@ def test_a_wait_in_vain_ends_and_names_the_culprit(workspace):
     assert "a rank did not come within the wait limit" in result.stderr
     assert "in node `reward` (function workers.functions.rewards:score), step 1, rank 0" in result.stderr
     assert "missing: rank 1 is in step 1, computing node `reward`, for" in result.stderr
+
+
+def test_a_run_that_gets_no_better_ends_and_keeps_its_best(launch, workspace):
+    """The reward of a random model that learns nothing does not grow; the learning rate is as good as none."""
+    done = launch(2, *GRPO, "--name", "patient", "steps=9", "roles.actor.learning_rate=1e-12",
+                  "validation={data: {heldout: train.jsonl}, every: 1, patience: 2, best: true, "
+                           "reward: brevity}")
+    assert "no better mean than" in done.stdout
+    lines = lines_of(workspace / "runs/patient/metrics.jsonl")
+    assert [line["step"] for line in lines if "validation/heldout" in line] == [0, 1, 2]
+    assert (workspace / "runs/patient/best/model/model.safetensors").is_file()
+    assert not (workspace / "runs/patient/best.partial").exists()
+    again = launch(2, "--resume", "runs/patient", "validation.patience=4")
+    assert "in 4 validations" in again.stdout, "a resumed run knows what was best"
+    lines = lines_of(workspace / "runs/patient/metrics.jsonl")
+    assert [line["step"] for line in lines if "validation/heldout" in line] == [0, 1, 2, 3, 4]

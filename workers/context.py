@@ -29,6 +29,7 @@ from distflow.telemetry.run_folder import agent
 from distflow.telemetry.run_lock import RunLock
 from workers.device import choose_device
 from workers.elastic import ElasticAgent
+from workers.engines.collectives import choose_backend
 from workers.preflight.proofs import Preflight
 from workers.rollout_channel import RolloutChannel, open_channel
 
@@ -49,6 +50,7 @@ class RankContext:
     agent: str  # the process that has started this run's processes, and will start them again
     known_change: int  # number of the newest change of settings that `spec` has in it
     device_index: int = 0  # of this rank's GPU
+    backend: str = "gloo"  # of the collectives on its device
     elastic: ElasticAgent | None = None
     lock: RunLock | None = None  # of the run folder, on rank 0
     job: str = ""  # its name, where the first rank of a trainer needs it
@@ -184,8 +186,9 @@ def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: b
     if lock and resume:
         lock.hold()
     device, device_index = choose_device(spec, plan, store)
+    backend = choose_backend(spec.run.backend, device)
     if device == "cuda" and not store.rank:
-        print("The ranks compute on GPUs.", flush=True)
+        print(f"The ranks compute on GPUs; their collectives are {backend}'s.", flush=True)
     room = int(spec.run.dock_gib * 2**30)
     silence, takes = (elastic.silence, elastic.takes_shard) if elastic else (0.0, None)
     channel = open_channel(plan, spec.run.data.batch, store, room, spec.run.on_stale == "wait", silence, takes) \
@@ -193,5 +196,5 @@ def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: b
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) or (elastic and elastic.replaces)  # `spec` is old then
     change = 0 if again else max(LiveConfig(path, group).newest() for group in (TRAINER, ROLLOUT, INFERENCE))
     job = lock.job if lock else ""
-    return RankContext(spec, plan, store, path, device, resume, channel, agent(), change, device_index,
+    return RankContext(spec, plan, store, path, device, resume, channel, agent(), change, device_index, backend,
                        elastic, lock, job)

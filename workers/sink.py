@@ -40,7 +40,7 @@ from workers.train_state import TrainState
 from workers.validation import MISSING, ValidationResult, Validator
 from workers.validation_requests import ValidationRequests
 
-_REPEATED = "step_repeated"
+_ENDED_EARLY, _REPEATED = "ended_early", "step_repeated"
 _POLL_INTERVAL = 0.2  # seconds between two looks at validations that are awaited
 _REPORT_TIMEOUT = 60.0  # seconds for the report at the end
 _SHOWN = ("questions", "answers", "completions", "rewards")
@@ -66,9 +66,12 @@ class Sink:
         again = self.unconcluded and not self.requests
         self.folder = RunFolder(path, resumed_at, again, spec.run.log) if dist.get_rank() == 0 else None
         self.part = path / "samples" / f"rank{dist.get_rank()}.jsonl"
+        if self.run.samples == "all":
+            with contextlib.suppress(OSError):  # the lines are dropped then, which is said
+                self.part.parent.mkdir(exist_ok=True)
         self.progress = StepProgress(plan.name, spec.run.steps, resumed_at or 0) if self.folder else None
         self.resumed, self.began, self.done = resumed_at is not None, 0.0, resumed_at or 0
-        self.best = self._best_so_far()
+        self.best, self.worse, self.over = self._best_so_far()
         self.validated: dict[str, float] = {}  # what validations have found that detectors have not seen
         self.fault: LearningFault | None = None  # what has ended the run, on rank 0
         self.stopped = False  # a detector has ended the run
@@ -85,13 +88,25 @@ class Sink:
             monitor.series.add(int(line["step"]), line)
         return monitor
 
-    def _best_so_far(self) -> float:
-        """Return the best mean of the first validation set before this worker. Collective."""
-        means: list[float] = []
+    def _best_so_far(self) -> tuple[float, int, str]:
+        """Return the best mean of the first validation set before this worker, how many validations came since, and
+        why one of them has ended the run under these settings. Collective."""
+        means, why = dict[float, float](), ""
         if self.folder and self.resumed and self.run.validation:
-            name = f"validation/{next(iter(self.run.validation.data))}"
-            means = [line[name] for line in RunReader(self.path).steps() if name in line]
-        return gather_values([max(means, default=-math.inf)])[0][0]
+            reader, name = RunReader(self.path), f"validation/{next(iter(self.run.validation.data))}"
+            means = {line["step"]: line[name] for line in reader.steps() if name in line}
+            why = next((event["why"] for event in reader.rows("events") if event.get("event") == _ENDED_EARLY
+                        and event["mean"] == means.get(event["of_step"]) and event["limits"] == self._limits), "")
+        values = [*means.values()]
+        best = max(values, default=-math.inf)
+        worse = len(values) - 1 - values.index(best) if values else 0
+        return tuple(gather_values([best, worse, why])[0])
+
+    @property
+    def _limits(self) -> list[int | None]:
+        """What ends the run before its last step."""
+        settings = self.run.validation
+        return [settings.patience] if settings else []
 
     def start(self, step: int) -> bool:
         """Validate before the first step, or conclude the last again after a restart. Return whether the run ends."""
@@ -100,6 +115,8 @@ class Sink:
         if not self.unconcluded:
             for line in (f"{self.plan.name}: writing to {self.path}", *(f"note: {note}" for note in self.plan.notes)):
                 self._say(line)
+        if self.over:
+            self._say(f"{self.plan.name}  step {step}: it has ended before its last step: {self.over}")
         if not self.resumed:
             self._validate(step)
             self._note_validations(step)
@@ -108,7 +125,7 @@ class Sink:
         elif self.requests and (self._is_due(step) or step in self.requests.lost):
             self._validate(step)  # the run may have ended before it was answered
         self.done, self.began = step, time.perf_counter()
-        return over
+        return over or bool(self.over)
 
     def record(self, done: int, buffer: Databuffer, epoch: float) -> dict[str, float]:
         """Collect and write the metrics of a step, after `done` steps, and return them. Collective."""
@@ -125,8 +142,6 @@ class Sink:
                    "tokens_per_second_per_device": speed / self.devices,
                    "all_tokens_per_second_per_device": (speed + read) / self.devices}
         if self.run.samples == "all":
-            with contextlib.suppress(OSError):  # the lines are dropped then, which is said
-                self.part.parent.mkdir(exist_ok=True)
             write_samples(self.part, done, _all_samples(buffer, self.run.data.columns))
         if self.folder and self.progress:
             tokenizer = next((role.tokenizer for role in self.trained.values()), None)
@@ -168,13 +183,14 @@ class Sink:
         if "stop" in actions.values():
             ended_by = gather((self.fault.detector if self.fault else "").encode())[0].decode()
             self.stopped = bool(ended_by)
+            self.over = self.over or (f"detector `{ended_by}`" if ended_by else "")
 
     def conclude(self, done: int) -> bool:
         """Validate and save after a step if it is time. Return whether it was the last one. Collective."""
         if self._is_due(done):
             self._validate(done)  # before the save, after which a resume would not do it again
         self._note_validations(done)
-        last, every = self.stopped or done == self.run.steps, self.run.checkpoint.every
+        last, every = bool(self.over) or done == self.run.steps, self.run.checkpoint.every
         if every and (last or done % every == 0) and not self.stopped:
             self.state.save(done)
         self.done, self.began = done, time.perf_counter()
@@ -183,7 +199,7 @@ class Sink:
 
     def settle(self) -> None:
         """Wait for the validations that rollouts have been asked for. There is one of the last step's weights in any
-        case, also where a detector has ended the run."""
+        case, also where the result of an earlier one has ended the run."""
         if self.requests:
             self._validate(self.done)
             while self.requests.open:
@@ -259,7 +275,7 @@ class Sink:
             self._note(outcome)
 
     def _note(self, outcome: ValidationResult) -> None:
-        """Note a validation, and keep its models if they are the best so far."""
+        """Note a validation, and whether it ends the run: no better for `patience` times."""
         settings = self.run.validation
         assert settings is not None
         if outcome.missing:
@@ -269,9 +285,18 @@ class Sink:
         self._write_validation(outcome)
         mean = outcome.values.get(f"validation/{next(iter(settings.data))}", -math.inf)
         better = mean > self.best
-        self.best = max(self.best, mean)
+        self.best, self.worse = (mean, 0) if better else (self.best, self.worse + 1)
         if settings.best:
             self._keep_best(outcome, better)
+        if settings.patience and self.worse >= settings.patience:
+            self._end_early(outcome, mean, f"no better mean than {self.best:.3f} in {self.worse} validations")
+
+    def _end_early(self, outcome: ValidationResult, mean: float, why: str) -> None:
+        """End the run on all ranks alike. The event tells it to a worker that starts again before the end."""
+        if self.folder and not self.over:
+            events.record(_ENDED_EARLY, of_step=outcome.step, mean=mean, limits=self._limits, why=why)
+            self._say(f"{self.plan.name}  step {outcome.step}: {why}")
+        self.over = self.over or why
 
     def _write_validation(self, outcome: ValidationResult) -> None:
         step, values = outcome.step, outcome.values

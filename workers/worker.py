@@ -46,7 +46,8 @@ from workers.colocated import ColocatedSampling
 from workers.context import RankContext
 from workers.dock_source import DockSource
 from workers.encode import data_file, dataloader, image_encoder_of
-from workers.engines.devices import BACKENDS, choose
+from workers.engines.collectives import torch_name
+from workers.engines.devices import choose
 from workers.engines.role_engines import RoleEngines
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.tp_leader import TPFollowerEngine, TPLeader
@@ -122,7 +123,7 @@ def _init_process_group(context: RankContext, store: Store) -> TCPStore:
     server = _meet(store, context.store.rank, ranks.start, wait_limit)
     # Without it each rank connects to all others at its start. Where ranks differ in it, gloo ends by SIGSEGV.
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
-    dist.init_process_group(BACKENDS[context.device], world_size=len(ranks),
+    dist.init_process_group(torch_name(context.backend, context.device), world_size=len(ranks),
                             rank=context.store.rank - ranks.start, store=server,
                             timeout=datetime.timedelta(seconds=wait_limit))
     return server

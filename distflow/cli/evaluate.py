@@ -18,6 +18,7 @@ from distflow.cli.common import Verb, table
 from distflow.cli.launcher import torchrun
 from distflow.config.hub import fetch, fetched
 from distflow.config.overrides import given_value
+from distflow.config.removed_keys import read_older_keys
 from distflow.config.run import Data
 from distflow.config.shipped import find, find_yaml, on_hub
 from distflow.config.yaml_source import dump, read
@@ -196,6 +197,7 @@ def subject(name: str, role: str | None, run: str | None) -> EvaluationSubject:
                            f"config.json){f', and {found}' if hub else ''}")
     file = find_yaml(run, "runs", "run file") if run else None
     settings = read(file, run).data if file else {}
+    read_older_keys(settings)
     validation, beside = settings.get("validation") or {}, file.resolve().parent if file else None
     sets = {name: str(find(path, "data", beside) or path) for name, path in validation.get("data", {}).items()}
     reward = {"reward": validation["reward"]} if "reward" in validation else {}
@@ -206,6 +208,7 @@ def subject(name: str, role: str | None, run: str | None) -> EvaluationSubject:
 
 def _of_run(folder: Path, role: str | None) -> EvaluationSubject:
     run, dag = (read(folder / f"{kind}.yaml").data for kind in ("run", "dag"))
+    read_older_keys(run)
     if "roles" not in run or not {"nodes", "roles"} <= dag.keys():
         raise InvalidInput(f"{folder}: run.yaml or dag.yaml is damaged: it lacks the sections that every run writes")
     trained = [name for name, item in dag["roles"].items() if item["trained"] and item.get("head", "lm") == "lm"]

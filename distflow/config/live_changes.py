@@ -10,7 +10,7 @@ from distflow.plan import INFERENCE, ROLLOUT, TRAINER
 _TRAINING = ("micro_batch_tokens", "learning_rate", "schedule", "min_learning_rate", "warmup_steps", "weight_decay",
              "betas", "max_grad_norm", "recompute")
 _SAMPLING = ("top_p", "top_k", "min_p", "batch_rows")
-_OF_TRAINER = {"checkpoint": ("every", "keep"), "validation": ("every",)}
+_OF_TRAINER = {"checkpoint": ("every", "keep"), "validation": ("every", "patience")}
 _WHY_NOT = {
     "model": "its weights are loaded, and the checkpoints are of it",
     "lora": "its adapters are made, and the checkpoints are of them",

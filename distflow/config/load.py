@@ -25,7 +25,7 @@ from distflow.config.models import (
     check_tokenizers,
 )
 from distflow.config.overrides import override
-from distflow.config.removed_keys import drop_removed
+from distflow.config.removed_keys import read_older_keys
 from distflow.config.run import Run
 from distflow.config.shipped import FOLDERS, SHIPPED, find, find_yaml, nearest_file, on_hub
 from distflow.config.sizes import read_config, shape_of, shape_of_embedded
@@ -69,14 +69,15 @@ def load(dag: str, run: str | None = None, overrides: list[str] | None = None, c
 def load_for_planning(dag: str, run: str | None = None, overrides: list[str] | None = None,
                       cluster: str | None = None, recorded: bool = False) -> Spec:
     """Read and check the files. Mistakes that leave enough are kept in `Spec.mistakes`: the planner adds its own.
-    `recorded`: a run has written them, perhaps when keys had other names. Raises InvalidInput if a file is missing,
+    `recorded`: a run has written them. Raises InvalidInput if a file is missing,
     not YAML, or lacks what nothing can replace."""
     mistakes: list[Diagnostic] = []
     given = {"DAG": dag, "run file": run, "cluster": cluster}
 
     def source(name: str, folder: str, kind: str) -> YamlSource | None:
         instead = partial(_right_command, given, kind)
-        return _try(mistakes, lambda: _read(find_yaml(name, folder, kind, instead), recorded))
+        path = _try(mistakes, lambda: find_yaml(name, folder, kind, instead))
+        return path and _try(mistakes, lambda: read(path, shown(path)))
 
     dag_source = source(dag, "", "DAG")
     run_source = source(run or default_run(dag), "runs", "run file")
@@ -87,6 +88,8 @@ def load_for_planning(dag: str, run: str | None = None, overrides: list[str] | N
         raise InvalidInput([*mistakes, *wrong])
     for text in overrides or ():
         _try(mistakes, lambda text=text: override(dag_source, run_source, text))
+    for each in (dag_source, run_source, cluster_source):
+        read_older_keys(each and each.data)
     dag_object, of_dag = check(Dag, dag_source)
     run_object, of_run = check(Run, run_source)
     cluster_object, of_cluster = check(Cluster, cluster_source) if cluster_source else (Cluster(), [])
@@ -126,12 +129,6 @@ def _try(mistakes: list[Diagnostic], act: Callable[[], T]) -> T | None:
 def reload(folder: Path, overrides: list[str] | None = None, cluster: str | None = None) -> Spec:
     """Load the spec of a finished or interrupted run from its folder, as `load_for_planning` does."""
     return load_for_planning(str(folder / "dag.yaml"), str(folder / "run.yaml"), overrides, cluster, recorded=True)
-
-
-def _read(path: Path, recorded: bool) -> YamlSource:
-    source = read(path, shown(path))
-    drop_removed(source.data, recorded)
-    return source
 
 
 def _right_command(given: dict[str, str | None], kind: str, right: str) -> str:

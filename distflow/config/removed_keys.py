@@ -1,16 +1,23 @@
-"""Keys that there are no more, and what to write instead."""
+"""Keys that there are no more: read as what says the same today, passed over where they said nothing, or refused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
 ANY = ...
 _MEASURED = "Instead, if the rates are measured:  measured: true"
+REPLACED_KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "all_samples": lambda value: {"samples": "all"} if value else {},
+    "data.enable_thinking": lambda value: {} if value is None else {"data.chat_template_kwargs.enable_thinking": value},
+    "robust.neighbour": lambda value: {} if value else {"robust.snapshots": "local"},
+    "robust.peer_replica": lambda value: {} if value else {"robust.snapshots": "local"},
+    "robust.restart": lambda value: {"robust.restarts": 0} if value == "task" else {},
+    "trajectories": lambda value: {},
+}
+"""What says the same today, by the path that a key had and its value."""
 REMOVED_KEYS: dict[str, tuple[Any, str]] = {
-    "all_samples": (False, "Instead:  samples: all"),
-    "backend": ("auto", "Take it out: nccl on GPUs, gloo on CPUs."),
-    "data.enable_thinking": (None, "Instead:  data: {chat_template_kwargs: {enable_thinking: false}}"),
     "data.filter": ([], "Take it out: write the records that you want to a file, and name that."),
     "data.strict": (False, "Take it out: records with an empty question or answer are passed over and counted."),
     "devices.*.efficiency": (None, _MEASURED),
@@ -25,26 +32,19 @@ REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "on_new_weights": ("continue", "Take it out: unfinished rows continue with new weights."),
     "paths.*.efficiency": (None, _MEASURED),
     "ranks": (None, "Instead:  --ranks N  , or  ranks: N  in the run file."),
-    "robust.neighbour": (True, "Instead:  robust: {snapshots: local}"),
-    "robust.peer_replica": (True, "Instead:  robust: {snapshots: local}"),
-    "robust.restart": ("role", "Instead:  robust: {restarts: 0}"),
     "roles.*.compile": (False, "Take it out: on an H100 it trained 5% slower."),
     "roles.*.generation.batch_invariant": (False, "Instead, for vLLM:  export VLLM_BATCH_INVARIANT=1"),
     "roles.*.generation.quantization": ("none", "Take it out: rollouts sample with the trainer's dtype."),
-    "roles.*.lora.rslora": (False, "Instead, with √rank times the `alpha`:  lora: {rank: 16, alpha: 128}"),
     "roles.*.model.experts": (None, "Take it out: a tiny qwen3_moe has 8 experts."),
     "roles.*.model.experts_per_token": (None, "Take it out: of a tiny qwen3_moe 2 experts compute a token."),
-    "roles.*.model.head_dim": (32, "Take it out: it is  hidden / heads ."),
     "roles.*.model.max_positions": (256, "Take it out: a tiny model takes rows of 1,024 tokens."),
     "switch_at": (0.5, "Take it out: ranks that do both begin to train at half of a step's prompts."),
     "timeline": (ANY, "Take it out: it is always written."),
     "training_api.max_body_mib": (ANY, "Take it out: there is no limit to set."),
-    "trajectories": (16, "Instead, to have all conversations:  samples: all"),
     "validation.group": ("rollout", "Take it out: ranks that sample answer, where there are any."),
     "validation.max_new_tokens": (None, "Instead:  roles: {actor: {generation: {max_new_tokens: N}}}"),
     "validation.min_p": (None, "Instead:  roles: {actor: {generation: {min_p: P}}}"),
-    "validation.patience": (None, "Instead, keep the best models:  validation: {best: true}"),
-    "validation.stop_at": (None, "Instead, keep the best models:  validation: {best: true}"),
+    "validation.stop_at": (None, "Instead, end without a new best mean:  validation: {patience: 3}"),
     "validation.top_k": (None, "Instead:  roles: {actor: {generation: {top_k: K}}}"),
 }
 """By the path that a key had, `*` for any name: the value that said nothing, and what to write instead."""
@@ -56,16 +56,33 @@ def instead_of(path: tuple[Any, ...]) -> str | None:
     return removed[1] if removed else None
 
 
-def drop_removed(data: Any, recorded: bool, path: tuple[Any, ...] = ()) -> None:
-    """Take removed keys that change nothing out of a file: those whose value says nothing any more, and of one that an
-    older version has `recorded` those with the value that said nothing then."""
+def read_older_keys(data: Any) -> None:
+    """Say in a file what its older keys say as it is said today, and take out those that say nothing."""
+    for path, replace in REPLACED_KEYS.items():
+        *outer, name = path.split(".")
+        holder = data
+        for part in outer:
+            holder = holder.get(part) if isinstance(holder, dict) else None
+        if isinstance(holder, dict) and name in holder:
+            for instead, value in replace(holder.pop(name)).items():
+                *outer, name = instead.split(".")
+                found = data
+                for part in outer:
+                    if not isinstance(found.get(part), dict):
+                        found[part] = {}
+                    found = found[part]
+                found.setdefault(name, value)
+    _drop_removed(data, ())
+
+
+def _drop_removed(data: Any, path: tuple[Any, ...]) -> None:
     named = list(data.items()) if isinstance(data, dict) else list(enumerate(data)) if isinstance(data, list) else []
     for name, value in named:
         removed = _removed((*path, name))
-        if removed and (removed[0] is ANY or (recorded and removed[0] == value)):
+        if removed and (removed[0] is ANY or removed[0] == value):
             del data[name]
         else:
-            drop_removed(value, recorded, (*path, name))
+            _drop_removed(value, (*path, name))
 
 
 def _removed(path: tuple[Any, ...]) -> tuple[Any, str] | None:

@@ -27,6 +27,7 @@ from distflow.config.robust import Fault, Robust
 from distflow.config.yaml_source import Document
 from distflow.plan import SHARES_OUTERMOST, RankOrder
 
+Backend = Literal["auto", "nccl", "gloo", "ucc"]
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 """One text, or a list of them."""
 
@@ -87,6 +88,18 @@ class Model(Document):
     """Attention heads of a layer. vLLM on a CPU needs `hidden` to be 32 times as much or more."""
     kv_heads: PositiveInt = 2
     """Key and value heads of a layer, a divisor of `heads`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_head_dim(cls, data: Any) -> Any:
+        """Pass over the width of a head where it is the one that follows from `hidden` and `heads`."""
+        if not isinstance(data, dict) or "head_dim" not in data:
+            return data
+        sizes = {name: data.get(name, cls.model_fields[name].default) for name in ("hidden", "heads")}
+        if data["head_dim"] != sizes["hidden"] // sizes["heads"]:
+            raise ValueError("the width of a head of a tiny model is  hidden / heads  = {hidden} / {heads}, and "
+                             "`head_dim` another. Change  hidden  or  heads".format(**sizes))
+        return {name: value for name, value in data.items() if name != "head_dim"}
 
     @property
     def head_dim(self) -> int:
@@ -159,8 +172,7 @@ class Generation(Document):
 
 
 class Lora(Document):
-    """Low-rank adapters (Hu et al. 2021), trained instead of the model. Their output is scaled by
-    alpha / rank; for that of rsLoRA write an `alpha` that is √rank times as large."""
+    """Low-rank adapters (Hu et al. 2021), trained instead of the model. Their output is scaled by alpha / rank."""
 
     rank: PositiveInt = 16
     """Rank of each adapter."""
@@ -168,6 +180,8 @@ class Lora(Document):
     """Scale of an adapter's output."""
     targets: Texts = Field(default=["all-linear"], min_length=1)
     """Linear layers with adapters, by the last parts of their names; `all-linear`: all but the output layer."""
+    rslora: bool = False
+    """Scale by alpha / √rank instead (Kalajdzievski 2023)."""
 
 
 class RoleRun(Document):
@@ -328,6 +342,8 @@ class Validation(Document):
     """Temperature of these answers; 0: the most probable tokens."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Default: that of `generation`. It needs a temperature above 0."""
+    patience: PositiveInt | None = None
+    """End the run after this many validations in a row without a new best mean of the first set."""
     best: bool = False
     """Keep the models of the first set's best mean in RUN/best/."""
 
@@ -422,6 +438,8 @@ class Run(Document):
     """Let training ranks compute `row_wise` nodes while other prompts are sampled (async, semi_sync)."""
     transport: Literal["auto", "memory", "ucx", "tcp"] = "auto"
     """How weights travel to sampling ranks (async). auto: the first that both ends can use."""
+    backend: Backend = "auto"
+    """Library of collectives. auto: nccl on GPUs, gloo on CPUs. ucc is in few builds of torch."""
     dock_gib: PositiveFloat = 16.0
     """GiB of samples in each machine's host memory (with `--store`: of each that trains). If full, sampling ranks begin
     only prompts of the step that the trainer waits for."""

@@ -15,7 +15,7 @@ import yaml
 from distflow import launch
 from distflow.cli import main, runs
 from distflow.config import memory_limit
-from distflow.config.load import load, reload
+from distflow.config.load import load, load_for_planning, reload
 from distflow.config.shipped import SHIPPED
 from distflow.errors import InvalidInput
 from distflow.telemetry.run_folder import RunFolder
@@ -63,30 +63,48 @@ def test_reload_passes_over_removed_keys_that_said_nothing(tmp_path: Path) -> No
     assert again.resolved() == spec.resolved()
 
 
-@pytest.mark.parametrize("text", ["timeline: false", "timeline: true", "training_api: {max_body_mib: 128}"])
-def test_load_passes_over_a_removed_key_that_says_nothing_any_more(tmp_path: Path, text: str) -> None:
-    """Run files of older versions start as they are."""
-    (tmp_path / "run.yaml").write_text(f"{(ROOT / 'dags/runs/embedded.yaml').read_text()}{text}\n")
-    assert not load("grpo", str(tmp_path / "run.yaml")).mistakes
+def with_lines(folder: Path, text: str) -> str:
+    """The run file of the embedded run, with lines of an older version."""
+    (folder / "run.yaml").write_text(f"{(ROOT / 'dags/runs/embedded.yaml').read_text()}{text}\n")
+    return str(folder / "run.yaml")
+
+
+@pytest.mark.parametrize(("text", "today"), [
+    ("timeline: false", ""), ("timeline: true", ""), ("training_api: {max_body_mib: 128}", ""),
+    ("switch_at: 0.5", ""), ("groups: {share_gpus: true}", ""), ("all_samples: true", "samples: all"),
+    ("robust: {neighbour: false}", "robust: {snapshots: local}"), ("robust: {restart: task}", "robust: {restarts: 0}"),
+    ("robust: {peer_replica: false}", "robust: {snapshots: local}")])
+def test_load_reads_older_keys_as_what_says_the_same_today(tmp_path: Path, text: str, today: str) -> None:
+    older, newer = (load("grpo", with_lines(tmp_path, each)) for each in (text, today))
+    assert not older.mistakes
+    if not text.startswith("training_api"):
+        assert older.resolved() == newer.resolved()
 
 
 @pytest.mark.parametrize(("text", "hint"), [
-    ("robust: {neighbour: false}", "Instead:  robust: {snapshots: local}"),
-    ("robust: {peer_replica: false}", "Instead:  robust: {snapshots: local}"),
-    ("robust: {restart: task}", "Instead:  robust: {restarts: 0}"),
-    ("backend: gloo", "Take it out"),
-    ("all_samples: true", "Instead:  samples: all"),
-    ("faults: [{kind: kill, share: 0.1}]", "Instead, a fault for each step"),
-])
+    ("switch_at: 0.7", "Take it out"), ("groups: {trainers: {critic: 1}}", "Instead, by a node"),
+    ("faults: [{kind: kill, share: 0.1}]", "Instead, a fault for each step")])
 def test_load_refuses_a_removed_key_with_the_line_to_write_instead(tmp_path: Path, text: str, hint: str) -> None:
-    (tmp_path / "run.yaml").write_text(f"{(ROOT / 'dags/runs/embedded.yaml').read_text()}{text}\n")
     with pytest.raises(InvalidInput, match=f"(?s)unknown key `.*It was removed. {hint}"):
-        load("grpo", str(tmp_path / "run.yaml"))
+        load("grpo", with_lines(tmp_path, text))
 
 
-def test_set_refuses_a_removed_key_with_the_line_to_write_instead() -> None:
-    with pytest.raises(InvalidInput, match=r"Instead:  data: \{chat_template_kwargs: \{enable_thinking: false\}\}"):
-        load("grpo", None, ["data.enable_thinking=false"])
+def test_set_reads_older_keys_too() -> None:
+    spec = load_for_planning("grpo", None, ["data.enable_thinking=false", "all_samples=true", "timeline=true"])
+    assert spec.run.data.chat_template_kwargs == {"enable_thinking": False}
+    assert spec.run.samples == "all"
+    with pytest.raises(InvalidInput, match="It was removed. Take it out"):
+        load("grpo", None, ["on_new_weights=restart"])
+
+
+@pytest.mark.parametrize(("sizes", "fits"), [("heads: 2, head_dim: 32", True), ("heads: 4, head_dim: 32", False)])
+def test_load_passes_over_a_head_dim_that_follows_from_the_other_sizes(sizes: str, fits: bool) -> None:
+    model = f"roles.actor.model={{architecture: qwen3, layers: 2, hidden: 64, kv_heads: 1, {sizes}}}"
+    if fits:
+        assert not load("grpo", None, [model]).mistakes
+        return
+    with pytest.raises(InvalidInput, match="hidden / heads  = 64 / 4, and `head_dim` another"):
+        load("grpo", None, [model])
 
 
 def test_a_removed_key_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
@@ -96,6 +114,7 @@ def test_a_removed_key_is_refused_with_what_to_write_instead(tmp_path: Path) -> 
     written = (tmp_path / "run.yaml").read_text()
     (tmp_path / "run.yaml").write_text(written.replace("groups:\n", "groups:\n  trainers: {}\n"))
     assert not reload(tmp_path).mistakes
+    (tmp_path / "run.yaml").write_text(written.replace("groups:\n", "groups:\n  trainers: {critic: 1}\n"))
     with pytest.raises(InvalidInput, match=r"(?s)unknown key `trainers`.*layouts: {critic: {first: N}}"):
         load("ppo", str(tmp_path / "run.yaml"))
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from distflow.config.run import Generation, RoleRun
-from distflow.errors import InvalidInput
+from distflow.errors import EngineError, InvalidInput
 from distflow.plan import ROLLOUT, TRAINER, Group
 from workers.device import gpu_index
+from workers.engines.collectives import choose_backend, torch_name
 from workers.engines.devices import choose
 from workers.engines.vllm.start import environment, launcher_environment
 
@@ -69,3 +70,21 @@ def test_large_models_recompute_by_default():
     assert not RoleRun(recompute=False).recomputes(10**10)
     assert RoleRun(recompute=True).recomputes(1)
     assert not RoleRun(engine="megatron").recomputes(10**10)
+
+
+def test_collectives_are_chosen_by_device():
+    assert [choose_backend("auto", device) for device in ("cpu", "cuda")] == ["gloo", "nccl"]
+    assert torch_name("gloo", "cpu") == "gloo"
+    assert torch_name("nccl", "cuda") == "cpu:gloo,cuda:nccl"
+    assert torch_name("ucc", "cuda") == "cpu:ucc,cuda:ucc"
+
+
+@pytest.mark.parametrize(("asked", "says"), [("ucc", "this torch .* is built without it. UCC needs a torch"),
+                                             ("nccl", "NCCL needs a torch for CUDA")])
+def test_collectives_that_do_not_work_here_are_refused(asked, says):
+    with pytest.raises(EngineError, match=f"`backend: {asked}` does not work here: .*{says}"):
+        choose_backend(asked, "cpu")
+
+
+def test_collectives_that_were_asked_for_are_tried():
+    assert choose_backend("gloo", "cpu") == "gloo"

@@ -1,4 +1,4 @@
-"""What a worker that starts again knows of the run: the best validation, and steps that were repeated."""
+"""Ends of a run before its last step: what ends it, and that a worker that starts again knows of it."""
 
 from __future__ import annotations
 
@@ -55,12 +55,31 @@ def sink(alone, tmp_path, monkeypatch):
     return make
 
 
-def test_a_resumed_run_knows_the_best_mean_so_far(sink, tmp_path):
-    first = sink({0: 0.1, 1: 0.4, 2: 0.3})
-    first.start(0)
-    for step in (1, 2, 3):
-        first.conclude(step)
-    assert (first.best, sink({}, 3).best) == (0.4, 0.4)
+def train(sink: Sink, step: int = 0) -> int:
+    """Do steps up to the end of the run; return the last one."""
+    over = sink.start(step)
+    while not over:
+        step += 1
+        over = sink.conclude(step)
+    return step
+
+
+def test_a_worker_that_starts_again_while_the_last_validation_is_awaited_trains_no_more(sink):
+    settings, means, last = {"patience": 2}, {0: 0.1, 1: 0.4, 2: 0.3, 3: 0.2, 4: 0.9}, 4
+    assert train(sink(means, **settings)) == last
+    again = sink(means, last, **settings)
+    assert train(again, last) == last
+    for outcome in again.requests.results(last + 1):  # of the last step, which may be the best one
+        again._note(outcome)
+    assert train(sink(means, last, **settings), last) == last
+    assert train(sink(means, last, concluded=True, **settings), last) == last, "nor does a run that is resumed"
+    other = {name: 2 * value for name, value in settings.items()}
+    assert train(sink(dict.fromkeys(range(10), 0.95), last, **other), last) > last, "under other settings it goes on"
+
+
+def test_an_end_after_a_step_that_is_done_again_counts_no_more(sink):
+    assert train(sink({0: 0.3, 1: 0.2, 2: 0.1}, patience=2)) == 3
+    assert train(sink({1: 0.4, 2: 0.3, 3: 0.5, 4: 0.1, 5: 0.1}, 1, patience=2), 1) == 6
 
 
 def test_a_step_that_fails_again_after_an_older_snapshot_is_repeated_once(sink, tmp_path):

@@ -25,8 +25,6 @@ NAMES = ("dp", "pp", "cp", "tp")
 """Dimensions of a layout's mesh: adjacent ranks are in one tp group, the farthest apart in one dp group."""
 
 
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""Backend of a process group by device; ranks with GPUs have some of their collectives on the CPU."""
 PEAKS = {"H200 NVL": 835e12, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}
 """Dense bfloat16 FLOPs per second by NVIDIA's data sheets; the first name that is part of the device's is its own."""
 

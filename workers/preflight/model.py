@@ -29,7 +29,8 @@ from distflow.data.batch import Ragged
 from distflow.errors import Diagnostic
 from distflow.plan import Plan
 from workers.engines.capabilities import attend_by, decoder_layers
-from workers.engines.devices import BACKENDS, choose, dtype_of
+from workers.engines.collectives import choose_backend, torch_name
+from workers.engines.devices import choose, dtype_of
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.role_engines import RoleEngines
 from workers.engines.rounding import ROUNDING
@@ -124,7 +125,7 @@ def prove_alone(account: Preflight, spec: Spec, made: Plan) -> None:
     """Prove the models of a plan for one rank, in this process alone. See `ModelProofs.at_start`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     choose(device)
-    dist.init_process_group(BACKENDS[device], rank=0, world_size=1,
+    dist.init_process_group(torch_name(choose_backend("auto", device), device), rank=0, world_size=1,
                             store=dist.HashStore())  # pyright: ignore[reportPrivateImportUsage]
     proofs, tasks, roles = ModelProofs(spec, False, device), made.chain(0), {}
     try:
