@@ -14,6 +14,7 @@ from distflow.dock.consumers import consumers_of
 from distflow.dock.shard import StorageShardServer
 from distflow.plan import ROLLOUT, TRAINER
 from distflow.telemetry.metrics import Metrics
+from workers.colocated import ColocatedSampling
 from workers.inference import InferenceContext
 from workers.rollout_channel import RolloutChannel
 
@@ -87,3 +88,19 @@ def replica(channel) -> InferenceContext:
     context.chain = [SimpleNamespace(layout=SimpleNamespace(dp=1, leads=lambda rank: True))]
     context.arrived = SimpleNamespace(buffer=None, fill=lambda dock, ids, _: dock.fetch(ids, ["rollout/responses"]))
     return context
+
+
+def test_trainer_ranks_stop_sampling_once_enough_is_sampled_whoever_reads_it_still(channel):
+    colocated = ColocatedSampling({}, None, None, enough=COUNT, limit=1000.0)
+    colocated.draws = colocated.ready = colocated.changed = 0
+    with channel.dock("any") as dock:
+        sampled(dock)
+        assert not colocated._have_enough(dock)
+        sampled(dock)
+        assert colocated._have_enough(dock), "though the reference has read none of it"
+        put(dock, dock.lease(READS, COUNT), "reference/logprobs", READS)
+        colocated.draws = 1
+        lease = dock.lease(TRAINER, COUNT, step=0)
+        assert not colocated._have_enough(dock), "the trainer has it already"
+        dock.commit(lease)
+        assert not colocated._have_enough(dock)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -14,10 +17,14 @@ from stores import hosted
 
 from distflow.data.batch import Batch
 from distflow.data.crossing import POLICIES, REPORT, report_column
-from distflow.dock import StorageShardServer
+from distflow.dock import StorageShardServer, TimedOut
 from distflow.dock.consumers import ORDER, RESULT, VALIDATION, consumers_of
+from distflow.errors import EngineError
+from distflow.plan import ROLLOUT, TRAINER
 from distflow.telemetry.events import Events
 from distflow.telemetry.run_reader import RunReader
+from workers.engines.shared_engine import SharedEngine
+from workers.rollout import RolloutContext
 from workers.rollout_channel import VALIDATING, RolloutChannel
 from workers.validation import MISSING, ValidationResult
 from workers.validation_requests import ValidationRequests, unanswered
@@ -56,6 +63,54 @@ def requests(channel, alone, tmp_path):
     yield make
     for each in opened:
         each.close()
+
+
+class Rollout:
+    """The part of a rollout's loop that validates, with a real engine that nothing drives."""
+
+    def __init__(self, channel: RolloutChannel, version: int, pool: ThreadPoolExecutor):
+        self.dock = channel.dock("rollout 1")
+        self.engine = SharedEngine(SimpleNamespace(generation=None, end_tokens=(), version=version))
+        self.may_sample = threading.Event()
+        self.jobs: list[Future] = []
+        self.loop = loop = object.__new__(RolloutContext)
+        loop.channel, loop.engines, loop.validated, loop.who = channel, {"actor": self.engine}, "actor", "rollout 1"
+        loop.leases, loop.awaited, loop.request, loop.poll, loop.pool = {}, {}, None, 0.2, pool
+        loop.doing, loop.activity, loop._notice = "sampling", "", self.jobs.append
+        loop.validator = SimpleNamespace(sample=self._sample, score=lambda step, samples: ValidationResult(
+            step, step, {"validation/held": 0.5}))
+
+    def pull(self, version: int) -> None:
+        self.engine.rollout.version = version
+        self.engine._announce_version()
+
+    def turn(self) -> float | None:
+        """Do what the loop does between two prompts. Return how long it would wait for the next one."""
+        self.loop._renew_leases(self.dock)
+        return self.loop._validate(self.dock)
+
+    def turn_until(self, done: Callable[[], object]) -> None:
+        until = time.monotonic() + 60.0
+        while not done():
+            assert time.monotonic() < until, "nothing has ended the wait"
+            self.turn()
+
+    def _sample(self):
+        assert self.may_sample.wait(60.0)
+        return {"held": SimpleNamespace(versions=SimpleNamespace(values=torch.tensor([self.engine.version] * 3)))}
+
+
+@pytest.fixture
+def rollout(channel):
+    """`rollout(version)`: one that has this version of the weights."""
+    opened = []
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda version: opened.append(Rollout(channel, version, pool)) or opened[-1]
+        for each in opened:
+            each.may_sample.set()
+            each.engine._fail(EngineError("the test is over"))
+    for each in opened:
+        each.dock.close()
 
 
 def after(requests: ValidationRequests, step: int):
@@ -141,7 +196,64 @@ def test_only_what_nobody_works_on_is_missing_and_it_is_said_what_became_of_it(c
     assert not mine.open
 
 
-def test_a_trainer_that_restarts_goes_on_waiting_for_the_steps_that_it_has_done(channel, requests, tmp_path):
+def test_a_rollout_that_waits_for_its_weights_does_not_validate_yet(requests, rollout):
+    """Only what it does then may take as long as it likes."""
+    mine, holder, limit = requests(limit=0.4), rollout(version=10), 0.4
+    mine.role.version = 20
+    mine.ask(2)
+    holder.turn()
+    assert holder.turn(), "prompts come as usual"
+    assert not holder.engine.holds_weights
+    holder.pull(20)
+    holder.turn_until(lambda: holder.loop.activity == VALIDATING)
+    begun = time.monotonic()
+    while time.monotonic() < begun + 3 * limit:
+        assert holder.turn() == 0.0, "no newer weights are there for which a prompt would have to wait"
+        assert not list(mine.results(2)), "it works on it, three times as long as `wait_limit`"
+    holder.may_sample.set()
+    holder.turn_until(lambda: holder.jobs)
+    assert [(each.step, each.values) for each in mine.results(2)] == [(2, {"validation/held": 0.5})]
+    assert not holder.engine.holds_weights
+
+
+def test_a_wait_for_weights_that_never_come_ends_and_names_who_waits_for_them(channel, requests, rollout):
+    mine, holder = requests(limit=0.4), rollout(version=10)
+    mine.role.version = 20
+    mine.ask(2)
+    holder.turn(), holder.turn()
+    channel.enqueue_prompts(mine.dock, torch.arange(PROMPTS))
+    holder.dock.lease(ROLLOUT, ROWS)
+    with pytest.raises(TimedOut, match="are leased by rollout 1 .* was waiting for version 20 of the weights"):
+        mine.dock.lease(TRAINER, ROWS * PROMPTS, step=0)
+    outcomes = []
+    holder.turn_until(lambda: outcomes.extend(mine.results(2)) or outcomes)
+    assert outcomes[0].missing.startswith("no rollout works on it, or has for 0.4 s (`wait_limit` of the run file)")
+    assert "are leased by rollout 1 (" in outcomes[0].missing
+    assert "was waiting for version 20 of the weights of `actor`" in outcomes[0].missing
+    assert not list(mine.results(3))
+    holder.turn_until(lambda: holder.jobs)
+    assert holder.jobs[0].exception() is None
+    assert (holder.engine.held_from, holder.loop.leases) == (None, {})
+    index = request_status(channel)
+    assert (index["leases"], index["committed"]) == (0, ROWS), "nobody validates what has been given up"
+
+
+def test_a_rollout_gives_up_a_request_that_a_restarted_trainer_does_not_want_any_more(channel, requests, rollout):
+    """The weights of the step that has asked were lost with the trainer. It ends with the step before."""
+    before, holder = requests(), rollout(version=40)
+    before.role.version = 50
+    before.ask(5)
+    holder.turn(), holder.turn()
+    assert "version 50" in holder.loop.activity
+    again = requests(resumed_at=4)
+    again.ask(4)
+    holder.may_sample.set()
+    outcomes = []
+    holder.turn_until(lambda: outcomes.extend(again.results(4)) or outcomes)
+    assert [(each.step, each.missing, each.values) for each in outcomes] == [(4, "", {"validation/held": 0.5})]
+
+
+def test_a_trainer_that_restarts_goes_on_waiting_for_the_steps_that_it_has_done(channel, requests, rollout, tmp_path):
     before = requests()
     for step in (0, 2, 4):
         after(before, step)
@@ -152,6 +264,10 @@ def test_a_trainer_that_restarts_goes_on_waiting_for_the_steps_that_it_has_done(
     assert after(again, 3) == [(2, 2, {"validation/held": 0.5})], "that of step 0 is recorded"
     assert not again.open, "step 4 is done again, and asked for then"
     assert request_status(channel)["ready"] == ROWS, "the request that was made for it before is still there"
+    holder = rollout(version=40)
+    holder.turn_until(lambda: holder.jobs)
+    assert not holder.may_sample.is_set(), "and nobody answers it"
+    assert request_status(channel)["committed"] == 3 * ROWS
 
 
 def test_what_an_interrupted_run_has_not_answered_is_lost_but_for_its_last_step(requests, channel, tmp_path, events):

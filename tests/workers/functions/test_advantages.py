@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.functions.advantages import (
+    baseline_advantage,
     discounted_returns,
     generalized_advantage,
     group_advantage,
@@ -71,6 +72,12 @@ def test_leave_one_out_matches_plain_python(batch):
     )
 
 
+def test_the_default_epsilon_is_added_to_the_deviation():
+    assert call(group_advantage, [0.0, 2e-6], [0, 0]) == pytest.approx(
+        [sign * 1e-6 / (math.sqrt(2) * 1e-6 + 1e-6) for sign in (-1, 1)]
+    )
+
+
 @pytest.mark.parametrize("epsilon", [0.0, 1e-6])
 @pytest.mark.parametrize("reward", [0.0, 0.1, -1e8 / 3, 1e15 / 7])
 def test_equal_rewards_get_exactly_zero(reward, epsilon):
@@ -86,6 +93,23 @@ def test_a_large_common_mean_does_not_cost_digits_in_float64(function):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
+def test_float32_rewards_are_computed_in_float64(function):
+    rewards = [100.0, 100.25, 100.5, 100.125]
+    answer_B = function(torch.tensor(rewards), torch.zeros(4, dtype=torch.int64))
+    assert answer_B.dtype == torch.float32
+    assert torch.equal(answer_B, torch.tensor(call(function, rewards, [0] * 4)).to(torch.float32))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_integer_and_bool_rewards_give_floating_advantages(function, dtype):
+    answer_B = function(torch.tensor([1, 0, 1, 1], dtype=dtype), torch.tensor([0, 0, 1, 1]))
+    assert answer_B.dtype == torch.get_default_dtype()
+    assert answer_B[0] > 0 > answer_B[1]
+    assert answer_B[2:].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_bad_input_is_refused(function):
     with pytest.raises(ValueError, match=r"2 of 3 rewards are not finite \(rows 0, 2\)"):
         function(torch.tensor([math.nan, 1.0, math.inf]), torch.zeros(3, dtype=torch.int64))
@@ -93,6 +117,16 @@ def test_bad_input_is_refused(function):
         function(torch.zeros(3), torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ValueError, match="integers"):
         function(torch.zeros(2), torch.zeros(2))
+
+
+@pytest.mark.parametrize("epsilon", [-1e-6, math.nan])
+def test_an_epsilon_below_zero_is_refused(epsilon):
+    with pytest.raises(ValueError, match="epsilon"):
+        group_advantage(torch.zeros(2), torch.zeros(2, dtype=torch.int64), epsilon=epsilon)
+
+
+def test_a_baseline_is_taken_from_each_reward():
+    assert baseline_advantage(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.0, 0.0, 1.0])).tolist() == [1.0, 0.0, 0.0]
 
 
 NUMBERS = st.floats(-5, 5, allow_subnormal=False)
@@ -149,3 +183,15 @@ def test_values_are_constants():
     advantages, returns = generalized_advantage(torch.ones(2), values, torch.tensor([2]), 1.0, 1.0)
     assert not advantages.requires_grad
     assert not returns.requires_grad
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    ((torch.ones(2), torch.ones(2), torch.tensor([3]), 1.0, 1.0), "add up to 3"),
+    ((torch.ones(3), torch.ones(2), torch.tensor([3]), 1.0, 1.0), "one per token"),
+    ((torch.ones(1), torch.ones(1), torch.tensor([1]), 1.1, 1.0), "gamma must be from 0 to 1"),
+    ((torch.ones(1), torch.ones(1), torch.tensor([1]), 1.0, float("nan")), "lam must be from 0 to 1"),
+    ((torch.ones(1), torch.ones(1), torch.tensor([1]), 1.0, 1.0, torch.ones(1)), "bool"),
+])
+def test_generalized_advantage_refuses_what_does_not_fit(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        generalized_advantage(*arguments)
