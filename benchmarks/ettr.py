@@ -59,9 +59,8 @@ class Trial(Contest):
     def measure(self, mode: str, side: str, seed: int) -> Outcome:
         given = self.given
         apart = () if mode == "sync" else ("groups.rollout=1", "staleness=1")
-        drawn = random.Random(seed)
-        steps = [step for step in range(2, given.updates + 1) if drawn.random() < given.share]
-        faults = () if side == "none" else (f"faults=[{', '.join(f'{{kind: kill, step: {step}}}' for step in steps)}]",)
+        drawn = random.Random(seed).sample(range(2, given.updates + 1), max(1, round(given.updates * given.share)))
+        faults = () if side == "none" else (f"faults=[{', '.join(f'{{kind: kill, step: {step}}}' for step in sorted(drawn))}]",)
         task = side == "task"
         name = f"{mode}-{side}-{seed}"
         folder = run_once(self.scratch, name, self.dag, "embedded.yaml", RANKS, (
