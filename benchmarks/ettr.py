@@ -60,7 +60,8 @@ class Trial(Contest):
         given = self.given
         apart = () if mode == "sync" else ("groups.rollout=1", "staleness=1")
         drawn = random.Random(seed).sample(range(2, given.updates + 1), max(1, round(given.updates * given.share)))
-        faults = () if side == "none" else (f"faults=[{', '.join(f'{{kind: kill, step: {step}}}' for step in sorted(drawn))}]",)
+        killed = ", ".join(f"{{kind: kill, step: {step}}}" for step in sorted(drawn))
+        faults = () if side == "none" else (f"faults=[{killed}]",)
         task = side == "task"
         name = f"{mode}-{side}-{seed}"
         folder = run_once(self.scratch, name, self.dag, "embedded.yaml", RANKS, (

@@ -45,10 +45,11 @@ def entropy_explosion(series: Series) -> Evidence | None:
     name = "policy/entropy"
     start, recent, earned = series.first(name, 3), series.last(name, series.window), series.earned
     grown = middle(recent) - middle(start) if start and recent else 0.0
-    if not (grown > max(3.0 * middle(start), 0.3) or grown > max(1.4 * middle(start), 0.1) and earned < 0.05):
-        return None
     bonus = series.settings.get(f"nodes.{series.update_node}.with.entropy", "")
     paid = bonus not in ("", "0", "0.0")
+    costs = earned < -0.05 or paid and earned < 0.05
+    if not (grown > max(3.0 * middle(start), 0.3) or grown > max(1.4 * middle(start), 0.1) and costs):
+        return None
     return Evidence(series.since(name, lambda value: value > 1.3 * middle(start)), name,
                     f"Entropy rose from {middle(start):.3g} to {middle(recent):.3g} nats: completions become random",
                     f"the entropy bonus ({bonus}) outweighs the reward" if paid else
