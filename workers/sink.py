@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from distflow.config.loggers import loggers_of
 from distflow.data.batch import Ragged, to_list
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import barrier, gather, gather_values
@@ -64,7 +65,7 @@ class Sink:
         self.validator = validator if isinstance(validator, Validator) else None
         self.unconcluded, self.trained, self.devices = state.from_memory, trained, context.plan.ranks
         again = self.unconcluded and not self.requests
-        self.folder = RunFolder(path, resumed_at, again, spec.run.log) if dist.get_rank() == 0 else None
+        self.folder = RunFolder(path, resumed_at, again, loggers_of(spec.run.log)) if dist.get_rank() == 0 else None
         self.part = path / "samples" / f"rank{dist.get_rank()}.jsonl"
         if self.run.samples == "all":
             with contextlib.suppress(OSError):  # the lines are dropped then, which is said

@@ -38,6 +38,8 @@ def schema(name: str) -> Schema:
         _describe(part, models[title])
     if "Model" in found.get("$defs", {}):
         found["$defs"]["Model"] = {"anyOf": [{"type": "string", "description": Model.__doc__}, found["$defs"]["Model"]]}
+    if listed := found.get("$defs", {}).get("LoggerSettings"):
+        found["$defs"]["LoggerSettings"] = {"anyOf": [{"enum": [*listed["properties"]]}, listed]}
     if kind is Dag:
         _add_functions(found["$defs"]["Node"])
     return {"$schema": _DIALECT, **found, "title": f"distflow {name} file"}

@@ -16,7 +16,7 @@ from distflow.config.extras import file_system_line
 from distflow.config.families import why_refused
 from distflow.config.freeze import check_freeze
 from distflow.config.hub import data_set_line, fetched
-from distflow.config.loggers import lack_of
+from distflow.config.loggers import lack_of, loggers_of
 from distflow.config.memory_limit import limited_command, why_unbounded
 from distflow.config.model_code import needs_code, refusal
 from distflow.config.models import (
@@ -250,7 +250,8 @@ def _quantized(folder: Path, how: Any) -> tuple[str, str, bool]:
 def _unset_keys(spec: Spec) -> list[Diagnostic]:
     """Return a mistake for each key and package that nodes, loggers and the object store lack on this machine."""
     named = [(node, settings.settings.get("key_variable")) for node, settings in spec.dag.nodes.items()]
-    loggers = [lack_of(name) for name in spec.run.log if os.environ.get("RANK", "0") == "0"]  # of the ranks the first
+    logs = loggers_of(spec.run.log) if os.environ.get("RANK", "0") == "0" else {}  # of the ranks the first logs
+    loggers = [lack_of(name, settings) for name, settings in logs.items()]
     to = spec.run.checkpoint.to
     stores = [file_system_line(to)] if to and os.environ.get("RANK", "0") == "0" else []
     return [Diagnostic(what, spec.run_source.location(("log",)), hint, of_machine=True)

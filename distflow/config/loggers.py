@@ -1,4 +1,4 @@
-"""What loggers need on this machine, by which a run's metrics and samples go to other programs (`log`)."""
+"""Settings of loggers, by which a run's metrics and samples go to other programs (`log` of a run file)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import netrc
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from pydantic import model_validator
+
 from distflow.config.extras import pip_line
+from distflow.config.yaml_source import Document
 
 _LOGGER_MODULES = {"tensorboard": ("tensorboard", ""), "wandb": ("wandb", "loggers"), "mlflow": ("mlflow", "loggers")}
 """The module that each needs, and the extra that has it."""
@@ -29,15 +32,15 @@ def require_logger(name: str) -> None:
         raise ValueError(f"`{name}` needs a package that is not installed:  {line}")
 
 
-def lack_of(name: str) -> tuple[str, str]:
+def lack_of(name: str, settings: Mapping[str, Any]) -> tuple[str, str]:
     """Return what a logger lacks on this machine to send anything, and the remedy; "" and "" if nothing."""
     if name == "mlflow" and importlib.util.find_spec("sqlalchemy") is None:
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
+        uri = settings.get("uri") or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
         if "://" in uri and not uri.startswith(_MLFLOW_SERVERS):  # a bare path is a folder of files
             return f"`mlflow` needs sqlalchemy and alembic for {uri}", pip_line("loggers")
-    if name == "wandb" and not _wandb_stays_here(known := _wandb_settings()) and not _wandb_key(known):
+    if name == "wandb" and not _wandb_stays_here(settings, known := _wandb_settings()) and not _wandb_key(known):
         return ("`wandb` has no key to send with: neither WANDB_API_KEY nor a login of this machine",
-                "Log in once:  wandb login   or keep it here:  export WANDB_MODE=offline")
+                "Log in once:  wandb login   or keep it here:  log: [{wandb: {mode: offline}}]")
     return "", ""
 
 
@@ -51,8 +54,8 @@ def _wandb_settings() -> dict[str, str]:
     return dict(files["default"]) if files.has_section("default") else {}
 
 
-def _wandb_stays_here(known: Mapping[str, str]) -> bool:
-    mode = os.environ.get("WANDB_MODE") or known.get("mode")
+def _wandb_stays_here(settings: Mapping[str, Any], known: Mapping[str, str]) -> bool:
+    mode = settings.get("mode") or os.environ.get("WANDB_MODE") or known.get("mode")
     return mode in ("offline", "disabled", "dryrun")
 
 
@@ -69,14 +72,57 @@ def _wandb_key(known: Mapping[str, str]) -> bool:
         return True  # W&B itself says what is wrong with it
 
 
-def logger_names(value: Any) -> Any:
-    """Return the names of loggers, also of those that an older version has written as mappings without a setting."""
-    if not isinstance(value, list):
+class Wandb(Document):
+    """Weights & Biases; samples are a table there."""
+
+    project: str = "distflow"
+    """Project of the run, which has the name of its folder there."""
+    entity: str | None = None
+    """Team or user; default: the login's."""
+    mode: Literal["online", "offline"] | None = None
+    """offline: write RUN/wandb, for `wandb sync`; default: WANDB_MODE, else online."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed(cls, value: Any) -> Any:
+        """Drop removed keys that say nothing, as the folders of older runs have them."""
+        for key, variable in (("group", "WANDB_RUN_GROUP"), ("tags", "WANDB_TAGS")):
+            if isinstance(value, dict) and key in value:
+                if value[key]:
+                    raise ValueError(f"`{key}` is W&B's own environment variable now. Instead:  export {variable}=…")
+                value = {name: each for name, each in value.items() if name != key}
         return value
-    named = [each if isinstance(each, dict) else {each: None} for each in value]
-    for settings in (settings for each in named for settings in each.values()):
-        if isinstance(settings, dict) and any(value not in (None, "distflow", []) for value in settings.values()):
-            raise ValueError("loggers have no settings here: their libraries read them from the environment. Instead:  "
-                             "export WANDB_PROJECT=… WANDB_ENTITY=… WANDB_MODE=offline MLFLOW_TRACKING_URI=… "
-                             "MLFLOW_EXPERIMENT_NAME=…")
-    return [name for each in named for name, settings in each.items() if len(each) == 1 or settings is not None]
+
+
+class Mlflow(Document):
+    """An MLflow experiment; samples are tables there."""
+
+    uri: str | None = None
+    """Tracking server or store, such as sqlite:///mlflow.db; default: MLFLOW_TRACKING_URI, else mlflow.db here."""
+    experiment: str = "distflow"
+    """Experiment of the run."""
+
+
+class Tensorboard(Document):
+    """TensorBoard's files in RUN/tensorboard; it has no settings."""
+
+
+class LoggerSettings(Document):
+    """A logger: its name, or its name with settings."""
+
+    tensorboard: Tensorboard | None = None
+    """TensorBoard; no settings."""
+    wandb: Wandb | None = None
+    """Settings of Weights & Biases."""
+    mlflow: Mlflow | None = None
+    """Settings of MLflow."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {value: {}} if isinstance(value, str) else value
+
+
+def loggers_of(log: list[LoggerSettings]) -> dict[str, dict[str, Any]]:
+    """Return the settings of each logger by its name."""
+    return {name: settings for each in log for name, settings in each.model_dump().items() if settings is not None}

@@ -22,7 +22,7 @@ from pydantic import (
 
 from distflow.config.extras import require_file_system
 from distflow.config.groups import Groups
-from distflow.config.loggers import logger_names, require_logger
+from distflow.config.loggers import LoggerSettings, loggers_of, require_logger
 from distflow.config.robust import Fault, Robust
 from distflow.config.yaml_source import Document
 from distflow.plan import SHARES_OUTERMOST, RankOrder
@@ -459,10 +459,8 @@ class Run(Document):
     """Faults on purpose."""
     preflight: bool = True
     """Prove data, rewards, tokens and models on the first records, at the start."""
-    log: Annotated[list[Literal["tensorboard", "wandb", "mlflow"]], BeforeValidator(logger_names)] = \
-        Field(default=["tensorboard"], validate_default=True)
-    """Loggers. W&B and MLflow read their settings from the environment: WANDB_PROJECT, WANDB_MODE=offline,
-    MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
+    log: list[LoggerSettings] = Field(default=["tensorboard"], validate_default=True)
+    """Loggers, some with settings: {wandb: {project: mine, mode: offline}}."""
     output: str = "runs"
     """Folder of run folders."""
     samples: Annotated[NonNegativeInt | Literal["all"], BeforeValidator(rows_or_all)] = 4
@@ -508,7 +506,7 @@ class Run(Document):
 
     @field_validator("log")
     @classmethod
-    def _is_installed(cls, value: list[str]) -> list[str]:
-        for name in value:
+    def _is_installed(cls, value: list[LoggerSettings]) -> list[LoggerSettings]:
+        for name in loggers_of(value):
             require_logger(name)
         return value

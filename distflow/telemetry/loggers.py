@@ -1,8 +1,8 @@
 """Sends the metrics and samples of a run to other programs: `log: [tensorboard, wandb, …]` of the run file.
 
     tensorboard  files in RUN/tensorboard, by torch's own writer
-    wandb        Weights & Biases; samples as a table. WANDB_PROJECT, WANDB_MODE=offline
-    mlflow       an MLflow experiment; samples as a table. MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME
+    wandb        Weights & Biases; samples as a table. `{wandb: {project: mine, mode: offline}}`
+    mlflow       an MLflow experiment; samples as a table. `{mlflow: {uri: sqlite:///mlflow.db}}`
 
 Each has a queue and a thread in the process that writes the run's folder. No step waits for a network or a disk: a
 queue that is full takes nothing more, and a logger that fails costs the run a warning. A resumed run continues under
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import re
 import sys
@@ -101,13 +100,15 @@ class TensorboardLogger(Logger):
 
 
 class WandbLogger(Logger):
-    def __init__(self, run: LoggedRun):
+    def __init__(self, run: LoggedRun, project: str = "distflow", entity: str | None = None,
+                 mode: str | None = None):
         import wandb
 
         self.wandb = wandb
-        self.run = wandb.init(project=os.environ.get("WANDB_PROJECT", "distflow"), name=run.folder.name,
+        self.run = wandb.init(project=project, entity=entity, name=run.folder.name,
                               id=run.id or None, resume="allow", dir=str(run.folder.absolute()),
-                              config=dict(run.settings), settings=wandb.Settings(console="off", silent=True))
+                              config=dict(run.settings), mode=mode,  # pyright: ignore[reportArgumentType]
+                              settings=wandb.Settings(console="off", silent=True))
         self.id = self.run.id
         self.run.define_metric("validation*", step_metric="validated_step")
         self.validated = -1
@@ -137,13 +138,12 @@ class WandbLogger(Logger):
 
 
 class MlflowLogger(Logger):
-    def __init__(self, run: LoggedRun):
+    def __init__(self, run: LoggedRun, uri: str | None = None, experiment: str = "distflow"):
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
-        self.client, self.metric, self.id = MlflowClient(), Metric, run.id
+        self.client, self.metric, self.id = MlflowClient(uri), Metric, run.id
         if not self.id:
-            experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "distflow")
             found = self.client.get_experiment_by_name(experiment)
             number = found.experiment_id if found else self.client.create_experiment(experiment)
             self.id = self.client.create_run(number, run_name=run.folder.name).info.run_id
@@ -168,16 +168,16 @@ class MlflowLogger(Logger):
         self.client.set_terminated(self.id)
 
 
-LOGGERS: dict[str, Callable[[LoggedRun], Logger]] = {"tensorboard": TensorboardLogger, "wandb": WandbLogger,
+LOGGERS: dict[str, Callable[..., Logger]] = {"tensorboard": TensorboardLogger, "wandb": WandbLogger,
                                              "mlflow": MlflowLogger}
 
 
 class LoggerThread(threading.Thread):
     """Thread of one logger. An error of its library ends it, with a traceback on standard error."""
 
-    def __init__(self, folder: Path, logger: str, redone: int | None):
+    def __init__(self, folder: Path, logger: str, settings: Mapping[str, Any], redone: int | None):
         super().__init__(name=f"log: {logger}", daemon=True)
-        self.folder, self.logger, self.redone = folder, logger, redone
+        self.folder, self.logger, self.settings, self.redone = folder, logger, settings, redone
         self.lines = queue.SimpleQueue[tuple[str, int, Any] | None]()
         self.warned = self.done = False
         self.start()
@@ -202,7 +202,7 @@ class LoggerThread(threading.Thread):
         with contextlib.suppress(OSError, ValueError):
             known = json.loads(file.read_text(encoding="utf-8"))
         run = LoggedRun(self.folder, RunReader(self.folder).settings(), known.get("id", ""), self.redone)
-        logger = LOGGERS[self.logger](run)
+        logger = LOGGERS[self.logger](run, **self.settings)
         while (line := self.lines.get()) is not None:
             kind, step, content = line
             series = "validation" if kind == "metrics" and is_validation(content) else kind
@@ -218,10 +218,10 @@ class LoggerThread(threading.Thread):
 
 
 class Loggers:
-    """Loggers of a run; only the process that writes the run's folder has them."""
+    """Loggers of a run; only the process that writes the run's folder has them. `settings`: by name."""
 
-    def __init__(self, folder: Path, names: Sequence[str], redone: int | None = None):
-        self.threads = [LoggerThread(folder, name, redone) for name in names]
+    def __init__(self, folder: Path, settings: Mapping[str, Mapping[str, Any]], redone: int | None = None):
+        self.threads = [LoggerThread(folder, name, each, redone) for name, each in settings.items()]
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         for thread in self.threads:

@@ -22,9 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from distflow.config.extras import DISTRIBUTION
@@ -181,12 +182,12 @@ class RunFolder:
     """Writes a run's files; only rank 0 has one."""
 
     def __init__(self, path: Path, resumed_at: int | None = None, again: bool = False,
-                 loggers: Sequence[str] = ("tensorboard",)):
+                 loggers: Mapping[str, Mapping[str, Any]] = MappingProxyType({"tensorboard": {}})):
         """
         Args:
             resumed_at: steps done when a resumed run goes on; later lines are dropped.
             again: validate step `resumed_at` once more.
-            loggers: names of those that the run writes to.
+            loggers: settings of those that the run writes to, by name.
         """
         self.path = path
         if resumed_at is not None:

@@ -102,14 +102,12 @@ def test_weights_and_biases_without_a_key_is_told_before_the_start(folder: Path,
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(folder / "config"))
     assert main(["validate", "grpo", "--set", "log=[wandb]"]) == 2
     assert "`wandb` has no key to send with" in capsys.readouterr().err
-    with monkeypatch.context() as offline:
-        offline.setenv("WANDB_MODE", "offline")
-        assert main(["validate", "grpo", "--set", "log=[wandb]"]) == 0
+    assert main(["validate", "grpo", "--set", "log=[{wandb: {mode: offline}}]"]) == 0
     assert main(["plan", "grpo", "--set", "log=[wandb]"]) == 0, "a plan may be for another machine"
     (folder / "netrc").write_text("machine api.wandb.ai login user password key\n")
-    assert lack_of("wandb") == ("", "")
+    assert lack_of("wandb", {}) == ("", "")
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
-    assert lack_of("wandb")[0]
+    assert lack_of("wandb", {})[0]
 
 
 def test_weights_and_biases_is_set_up_by_its_own_files_too(folder: Path, monkeypatch) -> None:
@@ -118,17 +116,16 @@ def test_weights_and_biases_is_set_up_by_its_own_files_too(folder: Path, monkeyp
     monkeypatch.setenv("NETRC", str(folder / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(folder / "config"))
     (folder / "netrc").write_text("machine wandb.example.org:8443 login user password key\n")
-    assert lack_of("wandb")[0]
+    assert lack_of("wandb", {})[0]
     (folder / "config").mkdir()
     (folder / "config/settings").write_text("[default]\nbase_url = https://wandb.example.org:8443\n")
-    assert lack_of("wandb") == ("", "")
+    assert lack_of("wandb", {}) == ("", "")
     (folder / "netrc").unlink()
-    assert lack_of("wandb")[0]
+    assert lack_of("wandb", {})[0]
     (folder / "wandb").mkdir()
     (folder / "wandb/settings").write_text("[default]\nmode = offline\n")  # as `wandb offline` writes it
-    assert lack_of("wandb") == ("", "")
-    monkeypatch.setenv("WANDB_MODE", "online")
-    assert lack_of("wandb")[0]
+    assert lack_of("wandb", {}) == ("", "")
+    assert lack_of("wandb", {"mode": "online"})[0]
 
 
 @pytest.mark.skipif(not shutil.which("python3.10") or subprocess.run(["python3.10", "-V"], check=False).returncode != 0,

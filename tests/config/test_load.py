@@ -55,7 +55,6 @@ def test_reload_passes_over_removed_keys_that_said_nothing(tmp_path: Path) -> No
     run["validation"] |= {"group": "rollout", "stop_at": None, "patience": None}
     run["roles"]["actor"]["generation"] |= {"quantization": "none", "batch_invariant": False}
     run |= {"timeline": True, "backend": "auto", "trajectories": 16, "all_samples": False}
-    run |= {"log": [{"tensorboard": {}, "wandb": None, "mlflow": None}]}
     for kind, content in kinds.items():
         (tmp_path / f"{kind}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     again = reload(tmp_path)

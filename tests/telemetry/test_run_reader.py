@@ -116,7 +116,7 @@ def test_torn_and_foreign_lines_are_not_in_what_a_resumed_run_reads(folder) -> N
     assert (1, 0) in {(each.step, each.rank) for each in timings.read(folder / "times.jsonl")}
     forget_after(folder / "samples.jsonl", 1)
     assert {row["step"] for row in reader.rows("samples")} <= {0, 1}
-    resumed = RunFolder(folder, resumed_at=1, loggers=())
+    resumed = RunFolder(folder, resumed_at=1, loggers={})
     resumed.write_step(2, {"seconds": 1.0, "tokens": 3.0})
     resumed.close({})
     assert reader.summary["steps"] == 2
