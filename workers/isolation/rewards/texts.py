@@ -286,7 +286,7 @@ _SIGNS = re.compile(r"\A[^\w\s$\\(\[{.+−–-]+\s*")
 _ANSWER = re.compile(r"\b(?:answer|correct (?:option|choice))\b(?:\W{0,3}\b(?:is|was)\b)?[^\w$\\(\[{+.−–-]{0,3}"
                      r"[\s*]*(?:(?:option|choice)\s+)?([^\s*:=].*?)\**\Z", re.IGNORECASE)
 _FORMULA = re.compile(r"\$([^$]+)\$\**\Z|\\\(((?:[^\\]|\\[^()])+)\\\)\**\Z")
-_CHOICE = re.compile(r"\(?([A-J])(?:\)?[.:)]\s+\S.*|\))?")
+_CHOICE = re.compile(r"\(?([A-J])(?:\)?[.)]\s+((?:(?![.!?]\s).)+)|\))?")  # one sentence may stand behind a letter
 _LONG = re.compile(r"[-+]?[0-9.,]{1000,}")  # A number of so many digits is compared as text
 
 
@@ -381,9 +381,9 @@ def math(completion: str, answer: str, *, strict: bool = True) -> float:
 
 def _is_right(completion: str, reference: str) -> bool:
     wanted, given = _final_answers(completion, reference)
-    texts = ["" if given is None else given]
-    texts += [] if marked_answer(completion) is not None else spoken_answer(texts[0])
-    return any(_equal(wanted, text) for text in texts)
+    marked = marked_answer(completion) is not None
+    said = [] if marked or given is None else spoken_answer(given)
+    return _equal(wanted, given or "", whole=not marked) or any(_equal(wanted, text) for text in said)
 
 
 def _wrong_form(pattern: str | None = None, tags: list[str] | None = None, opened: bool = False) -> str:
@@ -465,20 +465,26 @@ def _given_number(completion: str, given: str) -> Number | None:
     return read_number(given) or read_number(last_sentence(given))
 
 
-def _choices(text: str) -> str:
-    """Return the letters of the choices that an answer names, as `(B)` and `B. 24` do; "" if it names none."""
+def _choices(text: str) -> tuple[str, str]:
+    """Return the letters of the choices that an answer names, "" if it names none, and what stands behind a letter, as
+    in `(B)` and `B. 24`."""
+    if "\n" in text.strip():
+        return "", ""
     plain = _without_markup(text).strip().rstrip(".")
     if named := _CHOICE.fullmatch(plain):
-        return named[1]
+        return named[1], named[2] or ""
     letters = re.sub(r"[\s,()]|\band\b", "", plain)
-    return letters if re.fullmatch("[A-J]{2,}", letters) and [*letters] == sorted({*letters}) else ""
+    return letters if re.fullmatch("[A-J]{2,}", letters) and [*letters] == sorted({*letters}) else "", ""
 
 
 @functools.lru_cache(maxsize=65536)
-def _equal(wanted: str, given: str) -> bool:
+def _equal(wanted: str, given: str, whole: bool = False) -> bool:
+    """Return whether an answer is the wanted one. A `whole` completion that begins with a letter may discuss a choice,
+    without taking it."""
     if spelling(wanted) == spelling(given) != "":
         return True
-    if (letters := _choices(wanted)) and letters == _choices(given):
+    (letters, right), (named, behind) = _choices(wanted), _choices(given)
+    if letters == named != "" and not (whole and behind) and (not right or not behind or _equal(right, behind)):
         return True
     if _LETTERS.fullmatch(wanted.strip()) and _LETTERS.fullmatch(given.strip()):  # words, of which the factors of a
         return wanted.strip().casefold() == given.strip().casefold() in SHORT_WORDS  # product would have any order
