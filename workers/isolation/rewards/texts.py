@@ -15,7 +15,7 @@ from distflow.contracts.decorators import Regex, reward
 from distflow.errors import InvalidInput
 from distflow.telemetry.metrics import current
 from workers.isolation.rewards.answers import NO_UNITS, SHORT_WORDS, parse_whole, readings, same, spelling
-from workers.isolation.rewards.latex import CURRENCIES, FULL_WIDTH, IDEOGRAPHS, NEGATING, is_unit
+from workers.isolation.rewards.latex import CURRENCIES, FULL_WIDTH, IDEOGRAPHS, MEASURES, SAYING, is_unit
 
 MARK = "####"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w])")
@@ -39,14 +39,6 @@ _SHORT = _UNITS | frozenset([
     "a", "A", "I", "an", "at", "be", "by", "go", "he", "He", "if", "If", "in", "In", "is", "it", "It", "my", "of",
     "on", "On", "per", "so", "So", "to", "To", "up", "us", "US", "we", "We"])
 """Words of one or two letters that may stand beside a number; others are the names of variables."""
-_MEASURES = {name: (quantity, names.split()[0]) for quantity, units in {
-    "length": ("mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre",
-               "in inch inche", "ft foot feet", "yd yard", "mi mile"),
-    "mass": ("mg milligram", "g gram", "kg kilogram", "lb pound", "oz ounce", "ton tonne"),
-    "time": ("ms millisecond", "s second sec", "min minute", "h hour hr", "day", "week", "month", "year"),
-    "volume": ("ml milliliter millilitre", "l liter litre", "gallon", "quart", "pint", "cup"),
-    "money": ("cent", "dollar usd")}.items() for names in units for name in names.split()}
-"""What is measured by each unit, and one name of it."""
 _LEADS = frozenset([
     "answer", "result", "total", "value", "sum", "cost", "price", "number", "solution", "is", "are", "was", "were",
     "be", "equals", "equal", "equaling", "gives", "give", "gave", "get", "gets", "got", "have", "has", "had", "need",
@@ -61,6 +53,9 @@ _NOT_BEFORE = frozenset([
     "most", "between", "minus", "plus", "times", "under", "below", "above", "over", "half", "twice", "double", "root",
     "negative"])
 """Words that change the meaning of a number."""
+_LIMITING = re.compile(
+    "[不没沒无無非或负負]|ない|아니|아닌|[至最][少多]|[大小多少高低][于於]|超过|超過|以[内內]|少なくとも|多くとも|적어도|최소한|최대한")
+"""The same in East Asian scripts, within a word."""
 _NEGATIVE = re.compile(rf"\b(?:negative|minus)\s+(?=[{CURRENCIES}]?\s*\.?[0-9])", re.IGNORECASE)
 _SPACES = re.compile(r"\s+")
 _LABEL = re.compile(r"[:=≈]\s*$")
@@ -238,7 +233,7 @@ def _leads(before: str) -> bool:
     words = _WORD.findall(before)
     lower = [word.lower() for word in words]
     if (not _BEFORE.fullmatch(before) or before.rstrip().endswith(("-", "&")) or _NOT_BEFORE & set(lower)
-        or NEGATING.search(before) or any(len(word) < 3 and word not in _SHORT and word.lower() not in _LEADS
+        or _LIMITING.search(before) or any(len(word) < 3 and word not in _SHORT and word.lower() not in _LEADS
                                           and not IDEOGRAPHS.match(word) for word in words)):
         return False
     if lower[-2:-1] and lower[-1] == "of":
@@ -254,23 +249,26 @@ def _follows(after: str) -> bool:
     lower = [word.lower() for word in words]
     return (_AFTER.fullmatch(after) is not None and not _OPERATOR.search(after) and not NO_UNITS & set(lower)
             and "times" not in lower[:-1] and lower[:1] not in (["a"], ["i"]) and lower[-1:] not in (["a"], ["i"])
-            and all(is_unit(word) if IDEOGRAPHS.match(word) else len(word) > 2 or word in _SHORT for word in words))
+            and all(is_unit(word) if IDEOGRAPHS.search(word) else len(word) > 2 or word in _SHORT for word in words))
 
 
 def _differ_in_unit(wanted: str, given: str) -> bool:
     """Return whether two numbers have units of one quantity that are not the same, such as `12 cm` and `12 m`."""
-    one, other = _unit_of(wanted), _unit_of(given)
-    return one is not None and other is not None and one != other and one[0] == other[0]
+    one, other = _units_of(wanted), _units_of(given)
+    return bool(one.keys() & other.keys()) and not one.items() & other.items()
 
 
-def _unit_of(text: str) -> tuple[str, str] | None:
-    """Return the quantity and the unit of a number that has one word behind it, or `\\$` before it; None if that is no
-    unit."""
-    if text.lstrip("- ").startswith(r"\$"):
-        return _MEASURES["dollar"]
+def _units_of(text: str) -> dict[str, str]:
+    """Return the unit, by what it may measure, of a number that has one word or a currency behind it, or a currency
+    before it."""
+    text = text.translate(FULL_WIDTH)
+    currency = re.match(rf"[-+\s]*\\?([${CURRENCIES}])", text)
+    if currency and (currency[1] != "$" or text.count("$") == 1):
+        return MEASURES[currency[1]]
     found = _NUMBER.fullmatch(_without_remarks(_without_markup(text)).strip().rstrip(".,;: "))
-    words = _WORD.findall(found["after"].lower()) if found else []
-    return _MEASURES.get(words[0]) or _MEASURES.get(words[0].removesuffix("s")) if len(words) == 1 else None
+    words = _WORD.findall(found["after"].lower()) or [found["after"].strip()] if found else []
+    names = [words[0], words[0].removesuffix("s"), SAYING.sub("", words[0])] if len(words) == 1 else []
+    return next((MEASURES[name] for name in names if name in MEASURES), {})
 
 
 def _value(text: str) -> Fraction:
