@@ -136,8 +136,9 @@ def _share(number: tuple[str | None, ...], highest: float) -> float:
 
 
 def _behind_thoughts(reply: str) -> str:
-    """Return what a judge says without its thoughts, which may be cut off."""
-    return reply.rpartition("</think>")[2].partition("<think>")[0]
+    """Return what a judge says behind its thoughts; "" where they open the reply and are cut off."""
+    said = reply.rpartition("</think>")[2]
+    return "" if said.lstrip().startswith("<think>") else said
 
 
 @reward(timeout=60.0, retries=2, concurrency=16, check=_wrong_rubric)
