@@ -11,6 +11,7 @@ import secrets
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 from markdown_it import MarkdownIt
@@ -72,8 +73,9 @@ def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
     The data's column `tests` holds either Python that raises on failure, such as `assert add(1, 2) == 3`, or a list of
     such texts, which run after the program with its names, each text as one test; or JSON, a list of {"input": text,
     "output": text} or {"inputs": texts, "outputs": texts} for the standard streams, where space at the ends of lines
-    and of the text does not count, and a wanted number with a decimal point may differ by a millionth of it or be
-    written otherwise. A program that does not compile, raises or exceeds a limit fails.
+    and of the text does not count, a wanted number with a decimal point may be written otherwise, and one with a
+    fraction may differ by 1e-6, or if it is below 1 by a millionth of it. A program that does not compile, raises or
+    exceeds a limit fails.
 
     A cheating program can find Python tests in its own process; it never sees the outputs of JSON tests.
 
@@ -216,8 +218,12 @@ def _is_line(printed: str, wanted: str) -> bool:
 
 
 def _is_near(printed: str, wanted: str) -> bool:
-    return bool(_DECIMAL.fullmatch(wanted) and _NUMBER.fullmatch(printed)) and \
-        math.isclose(float(printed), float(wanted), rel_tol=1e-6, abs_tol=1e-9)
+    """Return whether a printed number is a wanted decimal, but for rounding if that has a fraction."""
+    if not _DECIMAL.fullmatch(wanted) or not _NUMBER.fullmatch(printed):
+        return False
+    exact, value = Decimal(wanted), float(wanted)
+    rounded = math.isclose(float(printed), value, rel_tol=1e-12, abs_tol=1e-6 * min(1, abs(value)))
+    return Decimal(printed) == exact or (rounded and exact != exact.to_integral_value())
 
 
 def _lines(text: str) -> list[str]:
