@@ -431,7 +431,8 @@ def _single(given: list[Token]) -> Answer:
 
 
 def _bracketed(given: list[Token]) -> Answer:
-    inside = [part for token in given[1:-1] for part in _ungrouped(token)]
+    thousands = any(token.kind == "grouped" and ",0" in token.text for token in given)
+    inside = given[1:-1] if thousands else [part for token in given[1:-1] for part in _ungrouped(token)]
     pieces, _ = _split(inside, (",", ";"))
     brackets = given[0].text + given[-1].text
     if brackets == r"\{\}":
@@ -452,8 +453,8 @@ def _bracketed(given: list[Token]) -> Answer:
 
 
 def _ungrouped(token: Token) -> list[Token]:
-    """Return the numbers of `1,234` in brackets, where it is two; `1,000` is one."""
-    if token.kind != "grouped" or ",0" in token.text:
+    """Return the numbers of `1,234` in brackets, where it is two; next to `1,000` it is one."""
+    if token.kind != "grouped":
         return [token]
     numbers = [Token("number", text) for text in token.text.split(",")]
     return [part for number in numbers for part in (Token("sign", ","), number)][1:]

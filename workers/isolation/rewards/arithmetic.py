@@ -62,7 +62,7 @@ def compared(left: Expression, right: Expression) -> int | None:
     found = None if variables(left) | variables(right) else _values(left, right, {})
     if found is None:
         return None
-    precision, one, other = found
+    precision, _, one, other = found
     with mpmath.workprec(precision):
         if not _is_real(one) or not _is_real(other) or isinstance(one, tuple) or isinstance(other, tuple):
             return None
@@ -86,12 +86,12 @@ def _agree(fits: Callable[[Value, Value], bool], left: Expression, right: Expres
     for point in _points(names):
         if (found := _values(left, right, point)) is None:
             continue
-        precision, *pair = found
+        precision, branched, *pair = found
         with mpmath.workprec(precision):
             if names and _is_real(pair[0]) != _is_real(pair[1]):
                 continue
             if not fits(*pair):
-                if not imaginary and not all(map(_is_real, pair)):
+                if not imaginary and (branched or not all(map(_is_real, pair))):
                     continue  # roots of negative numbers have several values
                 return False
         counted += 1
@@ -110,9 +110,9 @@ def _points(names: list[str]) -> Iterator[Point]:
         yield point
 
 
-def _values(left: Expression, right: Expression, point: Point) -> tuple[int, Value, Value] | None:
-    """Return the precision that both values ask for by their largest and smallest parts, and the values; None where one
-    has none, or it is too large."""
+def _values(left: Expression, right: Expression, point: Point) -> tuple[int, bool, Value, Value] | None:
+    """Return the precision that both values ask for by their largest and smallest parts, whether a root of a negative
+    number is within, and the values; None where one has none, or it is too large."""
     precision = 128
     try:
         while True:
@@ -121,7 +121,7 @@ def _values(left: Expression, right: Expression, point: Point) -> tuple[int, Val
                 pair = both.value(left), both.value(right)
             needed = 256 + 4 * both.bits if both.rounded else precision
             if needed <= precision:
-                return precision, *pair
+                return precision, both.branched, *pair
             if needed > _MOST_PRECISION:
                 return None
             precision = needed
@@ -130,10 +130,11 @@ def _values(left: Expression, right: Expression, point: Point) -> tuple[int, Val
 
 
 class _Evaluation:
-    """Values at a point. `rounded`: whether a value is not rational; `bits`: the most that a part has."""
+    """Values at a point. `rounded`: whether a value is not rational; `bits`: the most that a part has; `branched`:
+    whether one is a root of a negative number."""
 
     def __init__(self, point: Point):
-        self.point, self.rounded, self.bits, self.work = point, False, 0, 0
+        self.point, self.rounded, self.branched, self.bits, self.work = point, False, False, 0, 0
 
     def value(self, node: Expression) -> Value:
         if node.kind == "matrix":
@@ -214,7 +215,9 @@ def _power(evaluation: _Evaluation, base: Value, exponent: Value) -> Value:
         if abs(base) not in (0, 1) and bits * abs(exponent) > _MOST_BITS:
             raise Incomputable
         return base ** (int(exponent) % 2 if abs(base) == 1 else int(exponent))
+    whole = isinstance(exponent, Fraction) and exponent.denominator == 1
     base, exponent = _number(base), _number(exponent)
+    evaluation.branched |= not whole and _is_real(base) and mpmath.re(base) < 0
     if base and mpmath.isfinite(base) and abs(exponent) * (1 + abs(mpmath.log(abs(base), 2))) > _MOST_PRECISION:
         raise Incomputable
     return mpmath.power(base, exponent)
