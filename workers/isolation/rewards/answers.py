@@ -21,9 +21,11 @@ from workers.isolation.rewards.latex import (
     Expression,
     NotUnderstood,
     Token,
+    differ,
     expression,
     is_unit,
     tokens,
+    units_of,
 )
 
 _OPENERS, _ENDS = ("(", "[", r"\{", r"\langle", "{"), (")", "]", r"\}", r"\rangle", "}")
@@ -134,7 +136,7 @@ def _same_equation(wanted: Answer, given: Answer) -> bool:
 
 
 def _same_value(wanted: Answer, given: Answer) -> bool:
-    if wanted.node is None or given.node is None:
+    if wanted.node is None or given.node is None or differ(units_of(wanted.unit), units_of(given.unit)):
         return False
     if wanted.node.kind == given.node.kind == "symbol":
         return str(wanted.node.value).casefold() == str(given.node.value).casefold()

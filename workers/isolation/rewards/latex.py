@@ -46,8 +46,9 @@ _QUANTITIES = {
     "mass": ("mg milligram 毫克 밀리그램 ミリグラム", "g gram 克 그램 グラム",
              "kg kilogram 千克 公斤 킬로그램 キロ キログラム", "斤", "lb pound", "oz ounce", "ton tonne 吨 噸 톤 トン"),
     "time": ("ms millisecond 毫秒 ミリ秒", "s second sec 秒 秒钟 秒鐘 秒間 초", "min minute 分 分钟 分鐘 分間 분",
-             "h hour hr 小时 小時 时 時 时间 時間 시 시간", "day 天 日 号 號 日間 일",
-             "week 周 週 星期 礼拜 週間 주 주일", "month 月 个月 個月 か月 ヶ月 カ月 월 달 개월", "year 年 年間 년"),
+             "h hour hr 小时 小時 个小时 個小時 时 時 时间 時間 시 시간", "day 天 日 号 號 日間 일",
+             "week 周 週 星期 个星期 礼拜 週間 주 주일",
+             "month 月 个月 個月 か月 ヶ月 カ月 월 달 개월", "year 年 年間 년"),
     "volume": ("ml milliliter millilitre 毫升 立方厘米 밀리리터 ミリリットル 立方センチメートル",
                "l liter litre 升 立方分米 리터 リットル", "立方米 세제곱미터 立方メートル", "gallon", "quart", "pint",
                "cup"),
@@ -56,21 +57,32 @@ _QUANTITIES = {
               "₩ krw 원 韩元 韓元 ウォン", "₹ rupee inr rs 卢比", "₽ ruble rouble 卢布", "₺ lira", "₫ dong", "₦ naira",
               "฿ baht 泰铢")}
 """Names of units by what they measure; those of one text are one unit."""
-MEASURES = {name: {quantity: names for quantity, units in _QUANTITIES.items() for names in units
-                   if name in names.split()} for units in _QUANTITIES.values() for name in " ".join(units).split()}
+_MEASURES = {name: {quantity: names for quantity, units in _QUANTITIES.items() for names in units
+                    if name in names.split()} for units in _QUANTITIES.values() for name in " ".join(units).split()}
 """The unit that a name means in each quantity that it may measure: 分 are minutes, or a hundredth of 元."""
 _COUNTER = re.compile(
     "[个個人名位口只隻头頭匹条條本册冊页頁张張支枝把件台辆輛艘架座栋间間家所层層楼棵株朵片颗顆粒根袋包箱盒瓶杯碗]|"
     "[桶筐束串双雙对對套组組班队隊排行列次回遍趟步种種类類项項道题題句字岁歲歳才倍点點度票场場枚羽軒階足着番問]|"
     "[개명권장대번회살세잔병쌍채척층칸통판점배도]|个人|人次|千瓦|千卡|摄氏度|つ|通り|番目|文字|마리|그루|송이|켤레|"
     "자루|문제|가지|사람")
-SAYING = re.compile(r"(?:입니다|이다|이에요|예요|です|である|だ)\Z")
+_SAYING = re.compile(r"(?:입니다|이다|이에요|예요|です|である|だ)\Z")
 
 
 def is_unit(word: str) -> bool:
     """Return whether a word in an East Asian script is a unit, such as 元 and 米每秒, and at most says that it is."""
-    stem = SAYING.sub("", word)
-    return not stem or all(part in MEASURES or _COUNTER.fullmatch(part) for part in stem.split("每"))
+    stem = _SAYING.sub("", word)
+    return not stem or all(part in _MEASURES or _COUNTER.fullmatch(part) for part in stem.split("每"))
+
+
+def units_of(word: str) -> dict[str, str]:
+    """Return the unit that a word means in each quantity that it may measure; nothing if it is no such unit."""
+    names = [word.lower(), word.lower().removesuffix("s"), _SAYING.sub("", word)]
+    return next((_MEASURES[name] for name in names if name in _MEASURES), {})
+
+
+def differ(one: dict[str, str], other: dict[str, str]) -> bool:
+    """Return whether two units measure one quantity and are not the same, such as cm and m."""
+    return bool(one.keys() & other.keys()) and not one.items() & other.items()
 
 
 def _matrix_mark(found: re.Match[str]) -> str:

@@ -15,7 +15,7 @@ from distflow.contracts.decorators import Regex, reward
 from distflow.errors import InvalidInput
 from distflow.telemetry.metrics import current
 from workers.isolation.rewards.answers import NO_UNITS, SHORT_WORDS, parse_whole, readings, same, spelling
-from workers.isolation.rewards.latex import CURRENCIES, FULL_WIDTH, IDEOGRAPHS, MEASURES, SAYING, is_unit
+from workers.isolation.rewards.latex import CURRENCIES, FULL_WIDTH, IDEOGRAPHS, differ, is_unit, units_of
 
 MARK = "####"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w])")
@@ -54,7 +54,7 @@ _NOT_BEFORE = frozenset([
     "negative"])
 """Words that change the meaning of a number."""
 _LIMITING = re.compile(
-    "[不没沒无無非或负負]|ない|아니|아닌|[至最][少多]|[大小多少高低][于於]|超过|超過|以[内內]|少なくとも|多くとも|적어도|최소한|최대한")
+    "[不没沒无無非或负負]|ない|아니|아닌|[至最][少多]|[大小多少高低][于於]|超过|超過|以[内內]|一半|半分|[两兩双雙]倍|方根|절반|제곱근|少なくとも|多くとも|적어도|최소한|최대한")
 """The same in East Asian scripts, within a word."""
 _NEGATIVE = re.compile(rf"\b(?:negative|minus)\s+(?=[{CURRENCIES}]?\s*\.?[0-9])", re.IGNORECASE)
 _SPACES = re.compile(r"\s+")
@@ -252,23 +252,16 @@ def _follows(after: str) -> bool:
             and all(is_unit(word) if IDEOGRAPHS.search(word) else len(word) > 2 or word in _SHORT for word in words))
 
 
-def _differ_in_unit(wanted: str, given: str) -> bool:
-    """Return whether two numbers have units of one quantity that are not the same, such as `12 cm` and `12 m`."""
-    one, other = _units_of(wanted), _units_of(given)
-    return bool(one.keys() & other.keys()) and not one.items() & other.items()
-
-
 def _units_of(text: str) -> dict[str, str]:
     """Return the unit, by what it may measure, of a number that has one word or a currency behind it, or a currency
     before it."""
     text = text.translate(FULL_WIDTH)
     currency = re.match(rf"[-+\s]*\\?([${CURRENCIES}])", text)
     if currency and (currency[1] != "$" or text.count("$") == 1):
-        return MEASURES[currency[1]]
+        return units_of(currency[1])
     found = _NUMBER.fullmatch(_without_remarks(_without_markup(text)).strip().rstrip(".,;: "))
-    words = _WORD.findall(found["after"].lower()) or [found["after"].strip()] if found else []
-    names = [words[0], words[0].removesuffix("s"), SAYING.sub("", words[0])] if len(words) == 1 else []
-    return next((MEASURES[name] for name in names if name in MEASURES), {})
+    words = _WORD.findall(found["after"]) or [found["after"].strip()] if found else []
+    return units_of(words[0]) if len(words) == 1 else {}
 
 
 def _value(text: str) -> Fraction:
@@ -319,7 +312,7 @@ def _of_numbers(completion: str, answer: str, strict: bool) -> float | None:
         return 0.0 if _LONG.fullmatch(wanted) else None
     found = _given_number(completion, given)
     if found is not None:
-        return float(found.answers(expected, strict) and not _differ_in_unit(wanted, given))
+        return float(found.answers(expected, strict) and not differ(_units_of(wanted), _units_of(given)))
     return 0.0 if strict or _LONG.fullmatch(given) else None
 
 
