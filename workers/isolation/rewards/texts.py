@@ -277,7 +277,8 @@ _SIGNS = re.compile(r"\A[^\w\s$\\(\[{.+−–-]+\s*")
 _ANSWER = re.compile(r"\b(?:answer|correct (?:option|choice))\b(?:\W{0,3}\b(?:is|was)\b)?[^\w$\\(\[{+.−–-]{0,3}"
                      r"[\s*]*(?:(?:option|choice)\s+)?([^\s*:=].*?)\**\Z", re.IGNORECASE)
 _FORMULA = re.compile(r"\$([^$]+)\$\**\Z|\\\(((?:[^\\]|\\[^()])+)\\\)\**\Z")
-_CHOICE = re.compile(r"\(?([A-J])(?:\)?[.)]\s+((?:(?![.!?]\s).)+)|\))?")  # one sentence may stand behind a letter
+_CHOICE = re.compile(r"\(?([A-J])(?:\)?[.)]\s+(?!(?:and|or)\b)((?:(?![.!?]\s|\s\(?[A-J]\)\s).)+)|\))?")
+"""A letter of a choice, and one sentence that may stand behind it and names no other letter."""
 _LONG = re.compile(r"[-+]?[0-9.,]{1000,}")  # A number of so many digits is compared as text
 
 
