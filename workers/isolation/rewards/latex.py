@@ -60,8 +60,11 @@ _QUANTITIES = {
 _MEASURES = {name: {quantity: names for quantity, units in _QUANTITIES.items() for names in units
                     if name in names.split()} for units in _QUANTITIES.values() for name in " ".join(units).split()}
 """The unit that a name means in each quantity that it may measure: 分 are minutes, or a hundredth of 元."""
+_NOUN = "(?:(?![半错錯误誤不非是的以多少左右上下内外倍方根分余又数數十百千万萬亿億])[\u4e00-\u9fff]){1,4}"
+"""What is counted, such as 苹果; no word that changes the number."""
 _COUNTER = re.compile(
-    "[个個人名位口只隻头頭匹条條本册冊页頁张張支枝把件台辆輛艘架座栋间間家所层層楼棵株朵片颗顆粒根袋包箱盒瓶杯碗]|"
+    "[个個人名位口只隻头頭匹条條本册冊页頁张張支枝把件台辆輛艘架座栋间間家所层層楼棵株朵片颗顆粒根袋包箱盒瓶杯碗]"
+    "(?:" + _NOUN + ")?|"
     "[桶筐束串双雙对對套组組班队隊排行列次回遍趟步种種类類项項道题題句字岁歲歳才倍点點度票场場枚羽軒階足着番問]|"
     "[개명권장대번회살세잔병쌍채척층칸통판점배도]|个人|人次|千瓦|千卡|摄氏度|つ|通り|番目|文字|마리|그루|송이|켤레|"
     "자루|문제|가지|사람")
@@ -69,7 +72,7 @@ _SAYING = re.compile(r"(?:입니다|이다|이에요|예요|です|である|だ
 
 
 def is_unit(word: str) -> bool:
-    """Return whether a word in an East Asian script is a unit, such as 元 and 米每秒, and at most says that it is."""
+    """Return whether a word in an East Asian script is a unit, such as 元, 米每秒 and 个苹果."""
     stem = _SAYING.sub("", word)
     return not stem or all(part in _MEASURES or _COUNTER.fullmatch(part) for part in stem.split("每"))
 
