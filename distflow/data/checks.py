@@ -31,6 +31,7 @@ from distflow.data.problems import (
     asked_and_answered,
     ends_with_answer,
     has_broken_text,
+    has_more_turns,
     holds_answer,
 )
 from distflow.data.rendering import check_rendering
@@ -163,8 +164,7 @@ def _odd_texts(spec: Spec, name: str, records: Records) -> Iterator[str]:
         rejected += [index] * (imitates and "completion" in record and record.get("label") is False)
         if data.question in record:
             asked, answer = asked_and_answered(record, data)
-            whole = imitates and ends_with_answer(answer) and len(answer) > 1
-            continued += [index] * (ends_with_answer(asked) and not whole)
+            continued += [index] * (ends_with_answer(asked) and not (imitates and has_more_turns(answer, asked)))
     if rejected:
         yield f"{len(rejected)} of {read} records of {name} have `label: false`, such as " \
               f"{records.location(rejected[0])}, and are imitated as the others are. Leave them out " \

@@ -67,7 +67,7 @@ def conversation_of(record: Record, data: Data) -> list[Message]:
     """Return a record's question and answer as the messages of one conversation; an answer of one message that the
     question begins is one message with it."""
     asked, answer = asked_and_answered(record, data)
-    messages, several = asked_messages(asked, data), ends_with_answer(answer) and len(answer) > 1
+    messages, several = asked_messages(asked, data), has_more_turns(answer, asked)
     if not ends_with_answer(answer):
         answer = [{"role": "assistant", "content": answer_text(answer)}]
     own = answer if begins_with_answer(answer) and answer[:-1] != asked else answer[-1:]
@@ -87,6 +87,11 @@ def ends_with_answer(value: Any) -> TypeGuard[list[Any]]:
 def begins_with_answer(value: Any) -> bool:
     """Return whether a field has the messages of an answer alone, as a completion of several turns."""
     return ends_with_answer(value) and isinstance(value[0], dict) and value[0].get("role") == "assistant"
+
+
+def has_more_turns(answer: Any, asked: Any) -> bool:
+    """Return whether an answer is messages behind all of the question's, so that none continues its last one."""
+    return ends_with_answer(answer) and len(answer) > 1 and (answer[:-1] == asked or begins_with_answer(answer))
 
 
 def conversation_error(value: Any, asked: Any, answer: bool) -> str:
@@ -267,11 +272,13 @@ def has_other_parts(value: Any) -> bool:
 
 
 def _message(message: Message, data: Data) -> Message:
-    """Return a message as templates take it, with its reasoning under each name that one knows, and `weight: 0` if it
-    is not learned. Where no field has images, its parts are one text, since such templates trim or print what they take
-    for one."""
-    found = {name: _without_nulls(value) for name, value in message.items() if value is not None or name == "content"}
-    if thoughts := [found[name] for name in _THOUGHTS if isinstance(found.get(name), str)]:
+    """Return a message as templates take it, with its reasoning under each name that one knows, unless its content has
+    it, and `weight: 0` if it is not learned. Where no field has images, its parts are one text, since such templates
+    trim or print what they take for one."""
+    found = {name: _without_nulls(value) for name, value in message.items()
+             if name == "content" or not (is_empty(value) if name in _THOUGHTS else value is None)}
+    thoughts = [found[name] for name in _THOUGHTS if isinstance(found.get(name), str)]
+    if thoughts and "</think>" not in content_text(found.get("content")):
         both = found.get("tool_calls") and found.get("content")  # beside which gpt-oss refuses `thinking`
         found = dict.fromkeys(_THOUGHTS[: 2 if both else 3], thoughts[0]) | found
     if any(found.get(name) in (0, False) for name in LEARNED):

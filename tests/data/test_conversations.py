@@ -62,8 +62,10 @@ def test_a_conversation_has_its_question_and_its_answer(tmp_path, form):
         ({"rejected": "3"} if "rejected" in data.columns else {})
 
 
-def test_a_begun_answer_is_continued(tmp_path):
-    record, data = read(tmp_path, {"prompt": BEGUN, "answer": " 2"}, question="prompt")
+@pytest.mark.parametrize("answer", [" 2", [{"role": "assistant", "content": " 2"}],
+                                    [*ASKED, {"role": "assistant", "content": " 2"}]])
+def test_a_begun_answer_is_continued(tmp_path, answer):
+    record, data = read(tmp_path, {"prompt": BEGUN, "answer": answer}, question="prompt")
     assert messages_of(record, data) == BEGUN
     assert conversation_of(record, data)[-1] == {"role": "assistant", "content": "It is 2"}
 
@@ -71,6 +73,7 @@ def test_a_begun_answer_is_continued(tmp_path):
 CALL = {"name": "add", "arguments": {"a": 1, "b": 1}}
 CALLED = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]}
 RESULT, SAID = {"role": "tool", "content": "2"}, {"role": "assistant", "content": "It is 2."}
+THOUGHT = {**SAID, "content": "<think>1 + 1</think>It is 2."}
 SHAREGPT_CALL = [{"from": "human", "value": "1 + 1?"}, {"from": "function_call", "value": json.dumps(CALL)},
                  {"from": "observation", "value": "2"}, {"from": "gpt", "value": "It is 2."}]
 SEVERAL: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {  # turns of an answer, as they are learned
@@ -90,6 +93,13 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {  # turns of 
     "reasoning under one of its names": (
         {"messages": [ASKED[1], {**SAID, "reasoning": "1 + 1"}]},
         [ASKED[1], {**SAID, **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "1 + 1")}]),
+    "reasoning under the second name that has some": (
+        {"messages": [ASKED[1], {**SAID, "reasoning_content": " ", "thinking": "1 + 1"}]},
+        [ASKED[1], {**SAID, **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "1 + 1")}]),
+    "reasoning in the content and under a name": (
+        {"messages": [ASKED[1], {**THOUGHT, "thinking": "1 + 1"}]}, [ASKED[1], {**THOUGHT, "thinking": "1 + 1"}]),
+    "reasoning in the content beside an empty column": (
+        {"messages": [ASKED[1], {**THOUGHT, "reasoning_content": ""}]}, [ASKED[1], THOUGHT]),
     **{f"{name} of an answer that is not learned": (
         {"conversations": [SHAREGPT_CALL[0], {**SHAREGPT_CALL[3], name: value}, *SHAREGPT_CALL[::3]]},
         [ASKED[1], {**SAID, name: value, "weight": 0}, ASKED[1], SAID])
@@ -154,9 +164,11 @@ def test_half_of_a_pair_becomes_the_replacement_character(text, mended):
 
 @pytest.mark.parametrize("dag", ["sft", "grpo"])
 @pytest.mark.parametrize("question", ["question", "messages"])
-def test_an_answer_beside_messages_that_have_one_is_not_imitated(tmp_path: Path, dag: str, question: str) -> None:
+@pytest.mark.parametrize("answer", ["2", WORSE])
+def test_an_answer_beside_messages_that_have_one_is_not_imitated(tmp_path: Path, dag: str, question: str,
+                                                                 answer: Any) -> None:
     path = tmp_path / "math.jsonl"
-    path.write_text(json.dumps({"problem": "1 + 1?", "answer": "2", "messages": TURNS}) + "\n")
+    path.write_text(json.dumps({"problem": "1 + 1?", "answer": answer, "messages": TURNS}) + "\n")
     settings = [f"data.train={path}", f"validation.data={{test: {path}}}", "data.batch=1", f"data.question={question}"]
     if dag == "grpo":
         assert any("drop_answer" in note for note in check_data(load(dag, None, settings)))
