@@ -189,10 +189,11 @@ class ServedTurn:
 
 def find_tool_calls(text: str, name: str) -> tuple[str, list[ToolCall]]:
     """Return the text before the calls of tools, and these, as Qwen and Hermes models write them, or with `parameters`
-    as Llama does; if one of them is malformed, the whole text and none. Calls within thoughts are none. `name` begins
-    their ids."""
-    calls, thoughts = list[ToolCall](), text.rfind("</think>") + 1
-    if "<think>" in text[thoughts:]:  # which do not end
+    as Llama does; if one of them is malformed, the whole text and none. Calls before a `</think>` are none, nor those
+    behind a `<think>` of the text, unless the tag is in a call itself. `name` begins their ids."""
+    calls, outside = list[ToolCall](), _CALL.sub(_blanked, text)
+    thoughts = outside.rfind("</think>") + 1
+    if "<think>" in outside[thoughts:]:  # which do not end
         return text, []
     found = [*_CALL.finditer(text, thoughts)]
     for number, match in enumerate(found):
@@ -205,6 +206,11 @@ def find_tool_calls(text: str, name: str) -> tuple[str, list[ToolCall]]:
         function = CalledFunction(name=called["name"], arguments=json.dumps(finite(arguments)))
         calls.append(ToolCall(id=f"call-{name}-{number}", function=function))
     return (text[: found[0].start()].strip() if calls else text), calls
+
+
+def _blanked(call: re.Match[str]) -> str:
+    """Return blanks as long as a call of a tool; the text itself if it is none, as where thoughts mention the tag."""
+    return " " * len(call[0]) if isinstance(parsed_arguments(call[1]), dict) else call[0]
 
 
 def response_body(request: ChatRequest | CompletionRequest, turn: ServedTurn, created: int,

@@ -166,6 +166,11 @@ def test_endpoint_reads_tool_calls_from_text(client, row):
         before, (call,) = find_tool_calls(f'So. <tool_call>{{"name": "add", {given}}}</tool_call>', "")
         assert (before, json.loads(call.function.arguments)) == ("So.", meant)
     assert find_tool_calls(f"<think>{CALL}</think> 3", "")[1] == find_tool_calls(f"<think>{CALL}", "")[1] == []
+    for said in ("what does <think> mean", "<think>a</think>b", "a</think>b"):
+        about = f'<tool_call>{json.dumps({"name": "search", "arguments": {"query": said}})}</tool_call>'
+        assert find_tool_calls(f"<think>{about}</think> 3", "")[1] == find_tool_calls(f"<think>{about}", "")[1] == []
+        _, (call,) = find_tool_calls(f"<think>by <tool_call> </think>{about}", "")
+        assert json.loads(call.function.arguments) == {"query": said}
     thought, calls = find_tool_calls(f"<think>{CALL}</think> So: {CALL}", "")
     assert (thought, len(calls)) == (f"<think>{CALL}</think> So:", 1)
 
