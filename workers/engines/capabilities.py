@@ -65,8 +65,8 @@ class Capabilities:
         plain = next(filter(None, map(_other_mixing, mixers)), "") or _other_places(model) or \
             _other_cache(model.config, len(layers))
         if not plain and (other := _other_with_cache(model)):
-            raise EngineError(f"{type(model).__name__} {other}: it would sample from another policy than the one that "
-                              "is trained. Give the role another model")
+            raise EngineError(f"{type(model).__name__} {other}: engines would train and sample another model than its "
+                              "own code computes. Give the role another model")
         ours = not any(unknown) and bool(unknown) and bool(model._supports_attention_backend)
         packs = ours and not plain and _sees_all_before(model) and \
             all(_hands_on(layer, mixer) for layer, found in zip(layers, mixers) for mixer in found)
