@@ -174,7 +174,13 @@ class NamedRecords:
         return len(self.records)
 
     def get(self, indices: Sequence[int]) -> list[Record]:
-        return [self.read(record) for record in self.records.get(indices)]
+        return [self._read(index, record) for index, record in zip(indices, self.records.get(indices))]
+
+    def _read(self, index: int, record: Record) -> Record:
+        try:
+            return self.read(record)
+        except InvalidInput as error:
+            raise InvalidInput(dataclasses.replace(error.mistakes[0], where=self.location(index))) from None
 
 
 def open_training_sets(data: Data, path_of: Callable[[str], Path | None]) -> dict[str, Records]:

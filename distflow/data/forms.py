@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.config.run import Data
-from distflow.data.problems import LEARNED, answer_text, holds_answer, is_conversation
+from distflow.data.problems import LEARNED, answer_text, content_text, holds_answer, is_conversation
 from distflow.errors import Diagnostic, InvalidInput, abbreviated
 
 Record = dict[str, Any]
@@ -30,6 +30,7 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": 
           "developer": "system", "observation": "tool", "tool_response": "tool", "function_call": _CALL} | {
               role: role for role in ("user", "assistant", "system", "tool", _CALL)}
 """Roles of messages by the names that data sets have for them, in small letters. Another role stays as it is."""
+_THOUGHTS = re.compile(r"\s*(<think>.*?</think>|)(.*)", re.DOTALL)
 _SPEAKERS = re.compile(r"\n\n(Human|Assistant): ?")
 
 
@@ -141,31 +142,39 @@ def as_messages(value: Any) -> Any:
         value = [value]
     if isinstance(value, list) and value and all(map(_is_sharegpt, value)):
         return _with_calls([{"role": _role(turn["from"]), "content": turn.get("value", turn.get("content")),
-                             **{key: each for key, each in turn.items() if key in LEARNED}} for turn in value])
+                             **{key: each for key, each in turn.items() if key in LEARNED}} for turn in value], value)
     if isinstance(value, list) and any(_role(turn) != turn or turn == _CALL for turn in map(_own_role, value)):
-        return _with_calls([{**turn, "role": _role(turn["role"])} if _own_role(turn) else turn for turn in value])
+        return _with_calls([{**turn, "role": _role(turn["role"])} if _own_role(turn) else turn for turn in value],
+                           value)
     return value
 
 
-def _with_calls(messages: list[Any]) -> list[Any]:
+def _with_calls(messages: list[Any], written: list[Any]) -> list[Any]:
     """Return messages with the calls of tools that LLaMA-Factory and ms-swift write as messages of their own, within
-    messages of the assistant: calls that follow each other, or its text, are one message."""
+    messages of the assistant: calls that follow each other, or its text, are one message, with the thoughts before
+    them. `written`: the messages as the record has them."""
     result: list[Any] = []
-    for message in messages:
+    for message, turn in zip(messages, written):
         if _own_role(message) != _CALL:
             result.append(message)
             continue
-        parsed = _parsed(message["content"]) if isinstance(message.get("content"), str) else message.get("content")
+        thoughts, parsed = "", message.get("content")
+        if isinstance(parsed, str):
+            thoughts, text = _THOUGHTS.findall(parsed)[0]
+            parsed = _parsed(text)
         calls = parsed if isinstance(parsed, list) else [parsed]
         if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-            raise InvalidInput(Diagnostic(f"a message of `{_CALL}` must be JSON as {{\"name\": …, \"arguments\": "
-                                          f"{{…}}}}, not {abbreviated(message.get('content'))}"))
+            what = f"a message of `{turn.get('role', turn.get('from'))}` must be JSON as {{\"name\": …, " \
+                   f"\"arguments\": {{…}}}}, not {abbreviated(message.get('content'))}"
+            raise InvalidInput(Diagnostic(what, None, "Mend it, or name its role `assistant` if it calls no tool."))
         flags = {key: message[key] for key in LEARNED if key in message}
         before = result[-1] if result and _own_role(result[-1]) == "assistant" else None
         if before is None or {key: before[key] for key in LEARNED if key in before} != flags:
             result.append(before := {"role": "assistant", "content": "", **flags})
         else:
             result[-1] = before = dict(before)
+        if thoughts:
+            before["content"] = content_text(before.get("content")) + thoughts
         before["tool_calls"] = [*(before.get("tool_calls") or ()),
                                 *({"type": "function", "function": call} for call in calls)]
     return result

@@ -84,6 +84,10 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {  # turns of 
     "calls as ms-swift has them": (
         {"messages": [ASKED[1], {"role": "tool_call", "content": json.dumps(CALL)},
                       {"role": "tool_response", "content": "2"}, SAID]}, [ASKED[1], CALLED, RESULT, SAID]),
+    "a call behind its thoughts": (
+        {"conversations": [SHAREGPT_CALL[0], {**SHAREGPT_CALL[1], "value": f"<think>1</think>\n{json.dumps(CALL)}"},
+                           *SHAREGPT_CALL[2:]]},
+        [ASKED[1], {**CALLED, "content": "<think>1</think>"}, RESULT, SAID]),
     "calls that follow each other, behind a text": (
         {"messages": [ASKED[1], SAID, *[{"role": "tool_call", "content": json.dumps(CALL)}] * 2, RESULT, SAID]},
         [ASKED[1], {**SAID, "tool_calls": CALLED["tool_calls"] * 2}, RESULT, SAID]),
@@ -127,7 +131,9 @@ def test_rejected_answers_are_noted_where_answers_are_imitated(tmp_path):
     ({"chosen": [*ASKED, CALLED], "rejected": TURNS}, {"columns": ["chosen", "rejected"]},
      "field `chosen` must be an answer without calls of tools"),
     ({"messages": [ASKED[1], {"role": "tool_call", "content": "add(1, 1)"}, RESULT, SAID]}, {},
-     "a message of `tool_call` must be JSON"),
+     "data.jsonl:1: a message of `tool_call` must be JSON"),
+    ({"conversations": [SHAREGPT_CALL[0], {**SHAREGPT_CALL[1], "value": "add(1, 1)"}, *SHAREGPT_CALL[2:]]}, {},
+     "data.jsonl:1: a message of `function_call` must be JSON"),
     ({"messages": [*TURNS, ASKED[1]]}, {}, "Its messages end with the role 'user'"),
     ({"messages": ASKED}, {"question": "messages", "answer": "messages"},
      "field `messages` must be a conversation: a list of messages that ends with an answer of the assistant"),
