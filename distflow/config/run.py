@@ -67,8 +67,9 @@ def address(value: Any) -> Any:
         host, port = url.hostname, url.port or 0
     except ValueError as error:
         raise ValueError(f"`{value}` is no address: {error}. Instead:  training_api: localhost") from None
-    if not host:
-        raise ValueError("an address begins with a host. Instead:  training_api: localhost")
+    if not host or host.isdecimal() or "@" in value or url.netloc != value:
+        raise ValueError(f"`{value}` is no address, which is a host, or HOST:PORT. Instead:  training_api: "
+                         "localhost:8000")
     return f"{f'[{host}]' if ':' in host else host}:{port}"
 
 

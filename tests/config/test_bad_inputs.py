@@ -229,6 +229,9 @@ OVERRIDES = [
     ("layouts={reward: {dp: 9}}", "node `reward` wants dp 9"),
     ("roles.critic.learning_rate=1", "DAG `bad` has no role `critic`, so that this would change nothing"),
     ("roles.reward.learning_rate=1", "DAG `bad` has no role `reward`, so that this would change nothing"),
+    *((f"training_api={text}", "is no address, which is a host, or HOST:PORT") for text in (
+        "http://localhost:8000", "localhost:8000/v1", "a@b:1", "'8000'", "0:8000", ":8000")),
+    ("training_api=localhost:port", "`localhost:port` is no address: "),
 ]
 
 

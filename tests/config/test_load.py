@@ -80,6 +80,12 @@ def test_load_reads_older_keys_as_what_says_the_same_today(tmp_path: Path, text:
         assert older.resolved() == newer.resolved()
 
 
+@pytest.mark.parametrize(("written", "address"), [("localhost", "localhost:0"), ("0.0.0.0:8000", "0.0.0.0:8000"),
+                                                  ("'[::1]:80'", "[::1]:80")])
+def test_load_reads_an_address_with_its_port(written: str, address: str) -> None:
+    assert load("grpo", None, [f"training_api={written}"]).run.training_api == address
+
+
 @pytest.mark.parametrize(("text", "hint"), [
     ("switch_at: 0.7", "Take it out"), ("groups: {trainers: {critic: 1}}", "Instead, by a node"),
     ("faults: [{kind: kill, share: 0.1}]", "Instead, a fault for each step")])
