@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from PIL import Image
 from reported import reported
 from tokenizers_of_kinds import KINDS
+from transformers import GenerationConfig
 
 from distflow.config.load import load
 from distflow.config.run import Data
@@ -17,8 +19,17 @@ from distflow.data.dataset import open_images
 from distflow.errors import InvalidInput
 from distflow.telemetry.metrics import Metrics, recording
 from planners import plan as make_plan
-from workers.encode import ImageEncoder, encode_prompts, encoder
-from workers.engines.embedded import EMBEDDED_IMAGE_PROCESSOR, IMAGE, IMAGE_ID, build_tokenizer
+from workers.encode import ImageEncoder, dataloader, encode_prompts, encoder
+from workers.engines.embedded import (
+    CHAT_TEMPLATE,
+    EMBEDDED_IMAGE_PROCESSOR,
+    EOS,
+    IMAGE,
+    IMAGE_ID,
+    USER,
+    build_tokenizer,
+)
+from workers.roles import build_roles
 
 DATA = Data(train="x", images="picture", max_prompt_tokens=30)
 
@@ -170,3 +181,19 @@ def test_targets_that_no_task_reads_are_not_rendered(group: int) -> None:
     columns = encoder(tokenizer, Data(train="x"), plan=plan, sampled_elsewhere=True)([record])
     assert "targets" not in columns
     assert torch.equal(columns["prompts"].values, encode_prompts(tokenizer, Data(train="x"), [record])[0].values)
+
+
+def test_a_loader_learns_the_ends_that_its_model_names(alone, model, tmp_path):
+    """As GLM's, whose template writes no end, and whose next turn is one."""
+    tokenizer = build_tokenizer(["Why? One. Two."])
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("{{ message['content'] }}" + EOS, "{{ message['content'] }}")
+    ends = tokenizer.convert_tokens_to_ids([EOS, USER])
+    for part in (model, tokenizer, GenerationConfig(eos_token_id=ends)):
+        part.save_pretrained(tmp_path)
+    turns = [{"role": role, "content": text} for text in ("One.", "Two.")
+             for role, text in (("user", "Why?"), ("assistant", text))]
+    (tmp_path / "train.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    spec = load("sft", None, [f"roles.actor.model={tmp_path}", f"data.train={tmp_path / 'train.jsonl'}", "ranks=1",
+                              "data.targets=all", "data.batch=1", "validation=null"])
+    batch = dataloader(spec, build_roles(spec, make_plan(spec, 1), {"actor"}, set(), "cpu")["actor"], 0).next()
+    assert tokenizer.decode(batch["targets"].values[batch["target_mask"].values]) == f"One.{USER}Two.{EOS}"
