@@ -12,6 +12,7 @@ from distflow.config.spec import Spec
 from distflow.errors import Diagnostic, EngineError, InvalidInput, Location
 from distflow.plan import Group, Plan
 from distflow.recovery.store import RunStore
+from distflow.telemetry.events import show
 from distflow.telemetry.processes import spawn
 
 _COUNTED = 2  # exit status of a process that has counted, less the count
@@ -30,11 +31,15 @@ def choose_device(spec: Spec, plan: Plan, store: RunStore) -> tuple[str, int]:
 
 def gpu_index(local: int, gpus: int, groups: Sequence[tuple[Group | None, int]]) -> int:
     """Return which of a machine's GPUs its rank number `local` takes. `groups`: the group, and its replica, of each of
-    its ranks, which may share a GPU with those of others. Raises InvalidInput: one group has more ranks than GPUs."""
+    its ranks, which may share a GPU with those of others; the first one says so. Raises InvalidInput: one group has
+    more ranks than GPUs."""
     if len(groups) <= gpus:
         return local
     largest = max(Counter((group.name if group else "", replica) for group, replica in groups).values())
     if largest <= gpus:  # the ranks of a group are neighbours: no two of them get the same one
+        if not local:
+            show(f"note: {len(groups)} ranks of this machine share {gpus} GPU{'s' * (gpus > 1)}: those of different "
+                 "groups divide memory and time")
         return local % gpus
     hint = f"Start {gpus} ranks on it, or take  CUDA_VISIBLE_DEVICES=  in front of the command to compute on the CPU"
     raise InvalidInput(Diagnostic(f"{len(groups)} ranks on a machine that has {gpus} GPU{'s' * (gpus > 1)}",

@@ -32,8 +32,9 @@ def groups_of(trainers: int, rollouts: int) -> list:
                                                            for replica in range(rollouts)]
 
 
-def test_each_rank_has_a_gpu_of_its_own():
+def test_each_rank_has_a_gpu_of_its_own(capsys):
     assert [gpu_index(local, 4, groups_of(2, 2)) for local in range(4)] == [0, 1, 2, 3]
+    assert not capsys.readouterr().out
 
 
 def test_more_ranks_than_gpus_are_refused_and_never_compute_on_the_cpu():
@@ -44,8 +45,10 @@ def test_more_ranks_than_gpus_are_refused_and_never_compute_on_the_cpu():
     assert "CUDA_VISIBLE_DEVICES=" in mistake.hint
 
 
-def test_groups_share_gpus_but_ranks_of_one_group_do_not():
+def test_groups_share_gpus_but_ranks_of_one_group_do_not(capsys):
     assert [gpu_index(local, 1, groups_of(1, 1)) for local in range(2)] == [0, 0]
+    assert capsys.readouterr().out == "note: 2 ranks of this machine share 1 GPU: those of different groups divide " \
+                                      "memory and time\n"
     assert [gpu_index(local, 2, groups_of(2, 2)) for local in range(4)] == [0, 1, 0, 1]
     with pytest.raises(InvalidInput):
         gpu_index(0, 1, [(None, 0)] * 2)  # mode sync
