@@ -39,8 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if RUNNING & set(getattr(item, "fixturenames", ())):
             item.add_marker("run")
     runs = Counter(item.path for item in items if item.get_closest_marker("run"))
-    # Whole runs come last, where some may be left out, and files with most of them before those with few.
-    items.sort(key=lambda item: (item.path in runs, -runs[item.path]))
+    # Files with most whole runs come first, since they take minutes; or behind all others, where some may be left out.
+    items.sort(key=lambda item: (bool(MINUTES) and item.path in runs, -runs[item.path]))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
