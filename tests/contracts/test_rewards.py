@@ -56,7 +56,7 @@ def planned(tmp_path):
 
 
 MISTAKES = [
-    (8, "maths", "node `a`: there is no reward `maths`", "Did you mean `math`? Rewards: code, format, judge, length,"),
+    (8, "maths", "node `a`: there is no reward `maths`", "Did you mean `math`? Rewards: code,"),
     (9, "formt", "node `b`: there is no reward `formt`", "Did you mean `format`?"),
     (10, "lenght", "node `c`: there is no reward `lenght`", "Did you mean `length`?"),
     (11, "5", "a reward cannot be 5", "reward: {math: 1.0, length: 0.2}"),

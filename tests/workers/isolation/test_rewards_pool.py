@@ -62,8 +62,12 @@ def hostile(completion, answer):
     if completion == "stops its parent":
         os.kill(os.getppid(), signal.SIGSTOP)
         time.sleep(600)
+    server = os.getppid()  # it may be killed, and the process that has the pool would be the parent then
     while completion == "stops it for ever":
-        os.kill(os.getppid(), signal.SIGSTOP)
+        try:
+            os.kill(server, signal.SIGSTOP)
+        except ProcessLookupError:
+            time.sleep(600)
     if completion == "closes":
         os.closerange(3, 4096)
     if completion.startswith("["):
