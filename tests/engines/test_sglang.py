@@ -290,7 +290,7 @@ def test_two_ranks_that_split_the_model_get_the_same(prompts, monkeypatch):
 def test_a_run_by_torchrun_samples_what_it_trains(launch, workspace):
     """Two ranks with a server each, which know nothing of torchrun's group."""
     launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "run", "--set", "steps=2", "--set",
-           "checkpoint.every=0", "--set", "roles.actor.rollout=sglang", "--set")
+           "checkpoint.every=0", "--set", "roles.actor.rollout=sglang")
     for line in metrics_of(workspace / "runs/run").values():
         assert line["grad_norm"] > 0
         assert line["mismatch/logprob_max"] < ROUNDING[4].token
