@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
 ANY = ...
 _MEASURED = "Instead, if the rates are measured:  measured: true"
-REPLACED_KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "all_samples": lambda value: {"samples": "all"} if value else {},
-    "data.enable_thinking": lambda value: {} if value is None else {"data.chat_template_kwargs.enable_thinking": value},
-    "robust.neighbour": lambda value: {} if value else {"robust.snapshots": "local"},
-    "robust.peer_replica": lambda value: {} if value else {"robust.snapshots": "local"},
-    "robust.restart": lambda value: {"robust.restarts": 0} if value == "task" else {},
-    "trajectories": lambda value: {},
+_LOCAL = {False: {"robust.snapshots": "local"}, True: {}}
+_THINKING = "data.chat_template_kwargs.enable_thinking"
+REPLACED_KEYS: dict[str, dict[Any, dict[str, Any]]] = {
+    "all_samples": {True: {"samples": "all"}, False: {}},
+    "data.enable_thinking": {True: {_THINKING: True}, False: {_THINKING: False}, None: {}},
+    "robust.neighbour": _LOCAL,
+    "robust.peer_replica": _LOCAL,
+    "robust.restart": {"task": {"robust.restarts": 0}, "role": {}},
 }
-"""What says the same today, by the path that a key had and its value."""
+"""What says the same today, by the path that a key had and its value. Another value is refused."""
 REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "data.filter": ([], "Take it out: write the records that you want to a file, and name that."),
     "data.strict": (False, "Take it out: records with an empty question or answer are passed over and counted."),
@@ -40,12 +40,13 @@ REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "roles.*.model.max_positions": (256, "Take it out: a tiny model takes rows of 1,024 tokens."),
     "switch_at": (0.5, "Take it out: ranks that do both begin to train at half of a step's prompts."),
     "timeline": (ANY, "Take it out: it is always written."),
+    "trajectories": (ANY, "Take it out."),
     "training_api.max_body_mib": (ANY, "Take it out: there is no limit to set."),
     "validation.group": ("rollout", "Take it out: ranks that sample answer, where there are any."),
-    "validation.max_new_tokens": (None, "Instead:  roles: {actor: {generation: {max_new_tokens: N}}}"),
-    "validation.min_p": (None, "Instead:  roles: {actor: {generation: {min_p: P}}}"),
+    "validation.max_new_tokens": (None, "Take it out: the longest answer is that of `generation`."),
+    "validation.min_p": (None, "Take it out: validation draws as training does, at its own temperature and top_p."),
     "validation.stop_at": (None, "Instead, end without a new best mean:  validation: {patience: 3}"),
-    "validation.top_k": (None, "Instead:  roles: {actor: {generation: {top_k: K}}}"),
+    "validation.top_k": (None, "Take it out: validation draws as training does, at its own temperature and top_p."),
 }
 """By the path that a key had, `*` for any name: the value that said nothing, and what to write instead."""
 
@@ -63,15 +64,18 @@ def read_older_keys(data: Any) -> None:
         holder = data
         for part in outer:
             holder = holder.get(part) if isinstance(holder, dict) else None
-        if isinstance(holder, dict) and name in holder:
-            for instead, value in replace(holder.pop(name)).items():
+        if not isinstance(holder, dict):
+            continue
+        value = holder.get(name, ...)
+        if isinstance(value, bool | str | None) and value in replace:
+            for instead, said in replace[holder.pop(name)].items():
                 *outer, name = instead.split(".")
                 found = data
                 for part in outer:
                     if not isinstance(found.get(part), dict):
                         found[part] = {}
                     found = found[part]
-                found.setdefault(name, value)
+                found.setdefault(name, said)
     _drop_removed(data, ())
 
 

@@ -97,7 +97,8 @@ class Model(Document):
         if not isinstance(data, dict) or "head_dim" not in data:
             return data
         sizes = {name: data.get(name, cls.model_fields[name].default) for name in ("hidden", "heads")}
-        if data["head_dim"] != sizes["hidden"] // sizes["heads"]:
+        if all(type(size) is int and size > 0 for size in sizes.values()) and \
+                data["head_dim"] != sizes["hidden"] // sizes["heads"]:
             raise ValueError("the width of a head of a tiny model is  hidden / heads  = {hidden} / {heads}, and "
                              "`head_dim` another. Change  hidden  or  heads".format(**sizes))
         return {name: value for name, value in data.items() if name != "head_dim"}
