@@ -45,6 +45,7 @@ class Task:
     held_out: list[dict[str, Any]] = field(default_factory=list)
     tokenizer: Callable[[], Any] | None = None
     missing_rows: int = 0  # of the embedding
+    known_ends: Callable[[Any], list[int]] = lambda _: []  # that the model's folder names
     model: Callable[[Path], str] | None = None  # makes a model folder, of which planning reads the template
 
 
@@ -67,7 +68,7 @@ def proved(task: Task, folder: Path, name: str) -> Preflight:
     account = launch.prove_inputs(spec, starts=True)
     if task.tokenizer:
         tokenizer = task.tokenizer()
-        prove_with_tokenizer(account, spec, tokenizer, len(tokenizer) - task.missing_rows)
+        prove_with_tokenizer(account, spec, tokenizer, len(tokenizer) - task.missing_rows, task.known_ends(tokenizer))
         account.require()
     return account
 

@@ -238,7 +238,7 @@ def _end_preflight(account: Preflight, spec: Spec, role: RoleEngines) -> None:
     """Prove tokens too, and record what has been proved. Raises InvalidInput: a proof has failed."""
     if spec.run.preflight:
         images = image_encoder_of(role, spec.run.data, data_file(spec, next(iter(spec.run.data.train))))
-        prove_with_tokenizer(account, spec, role.tokenizer, role.vocabulary, images)
+        prove_with_tokenizer(account, spec, role.tokenizer, role.vocabulary, role.known_ends, images)
     account.require()
     account.record()
 

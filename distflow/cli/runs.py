@@ -70,12 +70,13 @@ def _prove(spec: Spec, checked: Plan) -> None:
 
     account = Preflight()
     prove_before_torch(account, spec)
-    from workers.engines.loading import load_tokenizer  # seconds
+    from workers.engines.loading import known_ends, load_tokenizer  # seconds
 
     role = prompted_role(spec, checked.chain(0))
     model, shape = spec.model_of(role), spec.shape_of(role)
     assert model, "the planner refuses roles without a model"
-    prove_with_tokenizer(account, spec, load_tokenizer(spec, model), shape and shape.vocabulary)
+    prove_with_tokenizer(account, spec, load_tokenizer(spec, model), shape and shape.vocabulary,
+                         known_ends(spec, model))
     account.require()
     _prove_models(account, spec)
     print(f"proved: {account.describe()}")

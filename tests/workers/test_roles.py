@@ -90,6 +90,19 @@ def test_no_end_is_proposed_where_none_is_named(folder):
         load(folder)
 
 
+def test_an_answer_with_an_end_that_the_models_folder_names_gets_no_second_one(alone, tmp_path, model):
+    tokenizer = build_tokenizer(["one"])
+    end = tokenizer.convert_tokens_to_ids("!")
+    tokenizer.chat_template = tokenizer.chat_template.replace(tokenizer.eos_token, "")  # it ends no answer
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, end]}))
+    role = role_from(tmp_path)
+    assert role.known_ends == [2, end]
+    assert [row[-2:].tolist() for row in role.encode(["7!", "7"]).rows] == [tokenizer.encode("7!"), [
+        *tokenizer.encode("7"), 2]]
+
+
 def test_save_pretrained_copies_tokenizer_files_that_transformers_does_not_write(alone, tmp_path, model, capsys):
     source, saved = tmp_path / "source", tmp_path / "model"
     model.save_pretrained(source)

@@ -73,6 +73,12 @@ def load_tokenizer(spec: Spec, model: Model) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def known_ends(spec: Spec, model: Model | None) -> list[int]:
+    """Return the tokens that end an answer by the model's folder, besides those of its tokenizer."""
+    folder = source_folder(spec, model) if model else None
+    return _named_ends(folder) if folder else []
+
+
 def generation_config_of(spec: Spec, model: Model | None, loaded: PreTrainedModel) -> bytes:
     """Return the `generation_config.json` that is saved with a model: that of its folder as it is, since transformers
     reads some that it refuses to write."""
@@ -166,15 +172,21 @@ def _require_end(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     model's configuration is only proposed, since the chat template may end a turn with another."""
     if tokenizer.eos_token_id is not None:
         return
-    named = GenerationConfig.from_model_config(_read(AutoConfig, folder)).eos_token_id
-    if (folder / GENERATION_CONFIG_NAME).is_file():
-        named = _read(GenerationConfig, folder).eos_token_id or named
-    first = next(iter(named), None) if isinstance(named, list) else named
+    first = next(iter(_named_ends(folder)), None)
     token = tokenizer.convert_ids_to_tokens(first) if first is not None else None
     what = "the tokenizer has no end-of-sequence token, so that no answer could end or learn to"
     hint = f'Add to it:  "eos_token": {json.dumps(token or "TOKEN", ensure_ascii=False)}'
     hint += "   (the model's configuration names it)" if token else "   with the token that ends an answer"
     raise InvalidInput(Diagnostic(what, Location(shown(folder / "tokenizer_config.json")), hint))
+
+
+def _named_ends(folder: Path) -> list[int]:
+    """Return the end tokens of `generation_config.json`, or of `config.json` where that names none."""
+    has_own = (folder / GENERATION_CONFIG_NAME).is_file()
+    named: Any = _read(GenerationConfig, folder).eos_token_id if has_own else None
+    if named is None:
+        named = GenerationConfig.from_model_config(_read(AutoConfig, folder)).eos_token_id
+    return [named] if isinstance(named, int) else [*(named or ())]
 
 
 def _embedded_tokenizer(spec: Spec, with_images: bool) -> PreTrainedTokenizerBase:

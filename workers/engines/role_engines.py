@@ -31,7 +31,7 @@ from distflow.telemetry.metrics import current
 from workers.engines import engine_class
 from workers.engines.chat import answer_tokens, end_tokens, pad_token, sampled_text
 from workers.engines.devices import convert, device_of, dimension, dtype_of, fuse_norms
-from workers.engines.loading import generation_config_of, load_model, save_tokenizer, source_folder
+from workers.engines.loading import generation_config_of, known_ends, load_model, save_tokenizer, source_folder
 from workers.engines.rollout import AbsentRollout, Rollout, SampledRow, Sampler, Samples, Session, StopStrings, TurnLog
 from workers.engines.routing import Routing, without_router_logits
 from workers.engines.sampling import TokenLimits, key_of
@@ -83,7 +83,7 @@ class RoleEngines:
         rollout = None if stream is None else engine_class(ROLLOUTS[settings.rollout])
         shares = rollout is not None and rollout.shares_base
         frozen = _adapted(model, self.lora, spec.run.seed, settings, device, shares) if self.lora and here else []
-        self.known_ends = _known_ends(model)
+        self.known_ends = known_ends(spec, self.source)
         self.end_tokens = [] if stream is None else end_tokens(tokenizer, self.known_ends, **self.template_options)
         self.routing = Routing.of(model) if settings.generation.routing_replay and stream is not None else None
         self.rollout = rollout and (rollout.build(
@@ -240,7 +240,8 @@ class RoleEngines:
 
     def encode(self, answers: list[str]) -> Ragged:
         """Return the tokens of each answer with an end token, cut and counted like the targets of the data."""
-        return encode_targets(self.tokenizer, self.max_target_tokens, answers, **self.template_options)
+        return encode_targets(self.tokenizer, self.max_target_tokens, answers, known_ends=self.known_ends,
+                              **self.template_options)
 
     def decode(self, tokens: Ragged) -> list[str]:
         """Return the text of sampled tokens: see `sampled_text`."""
@@ -315,9 +316,3 @@ def _adapted(model: PreTrainedModel, lora: Lora, seed: int, settings: RoleRun, d
     if shares:
         model.to(torch.device(device))  # pyright: ignore[reportArgumentType]
     return frozen if shares else []
-
-
-def _known_ends(model: PreTrainedModel) -> list[int]:
-    """Return the tokens that end an answer by the model's own `generation_config.json`."""
-    ends: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return [ends] if isinstance(ends, int) else [*(ends or ())]

@@ -12,6 +12,7 @@ them without a run; `preflight: false` in the run file leaves them out.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from distflow.config.spec import Spec
@@ -34,13 +35,15 @@ def prove_before_torch(account: Preflight, spec: Spec) -> None:
 
 
 def prove_with_tokenizer(account: Preflight, spec: Spec, tokenizer: PreTrainedTokenizerBase,
-                         vocabulary: int | None, encoder: ImageEncoder | None = None) -> None:
+                         vocabulary: int | None, known_ends: Collection[int],
+                         encoder: ImageEncoder | None = None) -> None:
     """Prove tokens, and add that to the account. `vocabulary`: the number of rows of the model's embedding, if known;
-    `encoder`: of pictures, where records have some."""
+    `known_ends`: the model's own end tokens; `encoder`: of pictures, where records have some."""
     from workers.preflight.tokens import prove_pictures, prove_tokens
 
     sets = first_records(spec)
     if encoder:
         account.prove("pictures", sum(map(len, sets)), lambda: prove_pictures(spec, tokenizer, encoder, sets))
         return
-    account.prove("tokens", sum(map(len, sets)), lambda: prove_tokens(spec, tokenizer, vocabulary, sets))
+    account.prove("tokens", sum(map(len, sets)), lambda: prove_tokens(
+        spec, tokenizer, vocabulary, known_ends, sets))

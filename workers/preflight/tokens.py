@@ -18,7 +18,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -56,11 +56,11 @@ _EMPTY_TAGS = re.compile(r"<(\w+)>\s*</\1>")  # thoughts that an answer does not
 _OBSERVATION = "Go on: 7 + 5?"
 
 
-def prove_tokens(spec: Spec, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None,
+def prove_tokens(spec: Spec, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None, known_ends: Collection[int],
                  sets: Sequence[FirstRecords]) -> Iterator[FailedProof]:
     for records in sets:
         if spec.run.data.images is None:  # images take tokens of their own
-            yield from _TokenTrial(spec, tokenizer, vocabulary, _bounded(records)).proofs()
+            yield from _TokenTrial(spec, tokenizer, vocabulary, known_ends, _bounded(records)).proofs()
 
 
 def prove_pictures(spec: Spec, tokenizer: PreTrainedTokenizerBase, encoder: ImageEncoder,
@@ -144,9 +144,11 @@ class _Rendered:
 class _TokenTrial:
     """The first records of one data set as a tokenizer and its chat template encode them."""
 
-    def __init__(self, spec: Spec, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None, records: FirstRecords):
+    def __init__(self, spec: Spec, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None,
+                 known_ends: Collection[int], records: FirstRecords):
         self.spec, self.tokenizer, self.vocabulary, self.data = spec, tokenizer, vocabulary, spec.run.data
         self.options: dict[str, Any] = self.data.chat_template_kwargs
+        self.known_ends, self.ends = known_ends, end_tokens(tokenizer, known_ends, **self.options)
         self.given = records
         self.imitates = records.training and self.data.answer in imitated_fields(spec)
         self.refused: dict[int, str] = {}
@@ -165,7 +167,8 @@ class _TokenTrial:
                              prompt_tokens(self.tokenizer, messages, tools, **options),
                              render_whole(self.tokenizer, messages, tools, **options), whole,
                              render_whole(self.tokenizer, whole, tools, **options),
-                             imitated_tokens(self.tokenizer, whole, tools, self.data.targets, **options))
+                             imitated_tokens(self.tokenizer, whole, tools, self.data.targets, self.known_ends,
+                                             **options))
         except (*UNRENDERED, InvalidInput) as error:
             self.refused[index] = " ".join(str(error).split())
             return None
@@ -223,8 +226,7 @@ class _TokenTrial:
         yield from self._failed(self._not_learned, lambda each: " has a target without what the assistant says: "
                                 f"{shortened(self._not_learned(each))}", "Learn the last answers alone:  "
                                 "--set data.targets=last" if self.data.targets == "all" else "")
-        ends = end_tokens(self.tokenizer, **self.options)
-        yield from self._failed(lambda each: each.learned.target[-1] not in ends,
+        yield from self._failed(lambda each: each.learned.target[-1] not in self.ends,
                                 lambda _: " has a target without an end")
         if self.data.targets == "last":
             yield from self._failed(
@@ -259,7 +261,7 @@ class _TokenTrial:
         """Prove the tokens between two answers, for nodes that converse."""
         for role in {self.spec.dag.nodes[node].settings.get("observation_role", "user")
                      for node in self.spec.environments}:
-            between = TurnTemplate(self.tokenizer, end_tokens(self.tokenizer, **self.options), role, self.options)
+            between = TurnTemplate(self.tokenizer, self.ends, role, self.options)
             yield from self._failed(partial(self._other_turn, between), lambda _: " is followed by a turn of other "
                                     "tokens than the chat template writes")
 

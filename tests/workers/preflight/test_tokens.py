@@ -154,6 +154,10 @@ GOOD = {
     "other scripts": Task([{"question": f"{a} 加 {a} 是多少？", "answer": f"答案是 {2 * a}。🙂"} for a in range(12)]),
     "an environment": Task(SUMS, dag="grpo_tools"),
     "a teacher": Task(SUMS, dag="distill"),
+    "answers with an end that the model's folder names": Task(
+        [{**each, "answer": f"{each['answer']}<end>"} for each in SUMS], data={"max_target_tokens": 3},
+        tokenizer=partial(tokenizer, CHAT_TEMPLATE.replace(EOS, ""), "<end>"),
+        known_ends=lambda made: [made.convert_tokens_to_ids("<end>")]),
     "long documents": Task([{"question": "Sum up: " + "word " * 5000 + str(a), "answer": f"It is {a}."}
                             for a in range(9)], data={"max_prompt_tokens": 50_000}),
 }
@@ -171,7 +175,7 @@ def test_a_good_task_is_proved_without_a_word(name: str, tmp_path: Path, monkeyp
 def test_a_wrong_end_token_is_refused(tmp_path: Path, monkeypatch) -> None:
     """Sampling would stop at another token than the one that answers teach as their end."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("workers.preflight.tokens.end_tokens", lambda tokenizer, **_: [tokenizer.bos_token_id])
+    monkeypatch.setattr("workers.preflight.tokens.end_tokens", lambda tokenizer, *_, **__: [tokenizer.bos_token_id])
     check_fault(Task(SUMS, tokenizer=tokenizer), True, "has a target without an end", tmp_path, "wrong_end")
 
 
@@ -212,7 +216,7 @@ def test_pictures_are_proved(template: str | None, longest: int, says: str, doub
     made = build_tokenizer(["How many 0 1 2?"], with_images=True)
     made.chat_template = template or made.chat_template
     account = Preflight()
-    prove_with_tokenizer(account, spec, made, None, ImageEncoder(EMBEDDED_IMAGE_PROCESSOR, IMAGE_ID, Path()))
+    prove_with_tokenizer(account, spec, made, None, [], ImageEncoder(EMBEDDED_IMAGE_PROCESSOR, IMAGE_ID, Path()))
     assert account.proved == {"pictures": 3}
     found = account.doubts if doubt else [str(mistake) for mistake in account.mistakes]
     assert [says in each for each in found] == [True] * bool(says)
