@@ -38,9 +38,9 @@ DENSE = {"near_miss:near_miss": {"weight": 1.0, "reach": 20}, "format": {"weight
 COMMON = (f"data.batch={BATCH}", "roles.actor.warmup_steps=4", "checkpoint.every=0", "report=false",
           "validation.every=6", "robust.snapshots=false", "preflight=false", "log=[]",
           "roles.actor.schedule=constant", "roles.actor.learning_rate=1e-4")
-LEFT_OUT = ("seconds", "tokens", "data/b", "data/i", "data/s", "data/v", "samples_total", "memory", "snapshot", "wall",
-            "all_tokens", "weights", "staleness/t", "filter/", "waiting", "checkpoint", "reward/retried",
-            "reward/seconds", "mfu")
+LEFT_OUT = ("seconds", "tokens", "data/b", "data/i", "data/v", "samples_total", "memory", "snapshot", "wall",
+            "all_tokens", "weights", "staleness/t", "waiting", "checkpoint", "reward/retried", "reward/seconds", "mfu")
+KEPT = ("nodes.", "roles.", "data.", "validation.", "steps", "seed", "mode", "staleness")  # beginnings of settings
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def _series(run: Run, folder: Path) -> dict[str, Any]:
     steps = [line for line in reader.steps() if line["step"]]
     names = sorted({name for line in steps for name in line if not name.startswith(LEFT_OUT)} - {"step"})
     settings = {key: value for key, value in reader.settings().items()
-                if key.startswith(("nodes.", "roles.", "data.max")) and "/" not in value}
+                if key.startswith(KEPT) and "/" not in f"{key}{value}"}
     return {"first": run.first, "settings": settings, "steps": len(steps),
             "series": {name: [line.get(name) if name == "response/fingerprint" else _short(line.get(name))
                               for line in steps] for name in names}}

@@ -316,6 +316,10 @@ class FSDPEngine(Trainer):
         self.zero_grad()
         return norm
 
+    def remembered(self) -> dict[str, float]:
+        state = next(iter(self.optimizer.state.values()), {}) if self.optimizer else {}
+        return {"gradient/remembered": float(state["step"])} if "step" in state else {}
+
     def zero_grad(self) -> None:
         self.policy.zero_grad()
 

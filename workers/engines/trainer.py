@@ -126,7 +126,7 @@ class Trainer(Reader):
             raise EngineError(f"the gradient norm of optimizer step {step + 1} is {norm}; the weights are left as they "
                               "were. Look at the rewards and log-probabilities of this step, or lower learning_rate.")
         self.version += 1
-        return {"grad_norm": norm, "learning_rate": rate, **self.layer_shares}
+        return {"grad_norm": norm, "learning_rate": rate, **self.remembered(), **self.layer_shares}
 
     @staticmethod
     @abstractmethod
@@ -144,6 +144,10 @@ class Trainer(Reader):
     @abstractmethod
     def _step(self, rate: float) -> float:
         """Clip the gradient and apply it, unless its norm is not finite; return its norm before clipping."""
+
+    def remembered(self) -> dict[str, float]:
+        """Return how many updates the optimizer's moments remember, where the engine knows it."""
+        return {}
 
     def note_layers(self, squares: Mapping[str, float]) -> float:
         """Note the layer whose gradient is most of all; return the norm of all. `squares`: of norms, by layer."""

@@ -8,6 +8,7 @@ import math
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
@@ -271,6 +272,7 @@ def report_episodes(episodes: list[Trajectory], ids: Tensor, step: int, who: tup
     metrics.add("environment/failed", len(failures))
     said = [answer.observation for episode in episodes for answer in episode.answers if answer.observation]
     metrics.mean("environment/error_answers", sum(_is_error(text) for text in said), len(said))
+    metrics.mean("environment/same_answers", max(Counter(map(str, said)).values(), default=0), len(said))
     metrics.add("environment/timeouts", sum(failure.timeout for failure in failures))
     metrics.add("tokens", sum(len(piece.tokens) for episode in episodes for piece in episode.pieces if piece.sampled))
     if idle is not None:

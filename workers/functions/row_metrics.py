@@ -1,6 +1,10 @@
-"""Metrics of a step's rows that no single node has: how rewards go with lengths and advantages, and what repeats."""
+"""Metrics of a step's rows that no single node has: what rewards, advantages and preferences go with, and what
+repeats."""
 
 from __future__ import annotations
+
+import json
+from collections import Counter
 
 import torch
 from torch import Tensor
@@ -8,8 +12,10 @@ from torch import Tensor
 from distflow.data.batch import ColumnData, Ragged, to_list
 from distflow.data.databuffer import Databuffer
 from distflow.telemetry.metrics import current
+from workers.isolation.rewards.texts import marked_answer
 
-_COLUMNS = ("group", "rewards", "environment_rewards", "responses", "advantages", "questions", "answers")
+_COLUMNS = ("group", "rewards", "environment_rewards", "reward_parts", "responses", "completions", "preference",
+            "advantages", "questions", "answers")
 _LOOKED_AT = 256  # rows whose tokens are searched for repetition
 _RUN = 4  # tokens of a run that may repeat
 _PRIMES = (1_000_003, 2_654_435_761)
@@ -25,6 +31,9 @@ def report_rows(buffer: Databuffer) -> None:
         rewards = columns.get("rewards", columns.get("environment_rewards"))
         if isinstance(rewards, Tensor):
             _report_rewards(rewards.double(), group, responses, columns.get("advantages"))
+            _report_parts(rewards.double(), group, columns.get("reward_parts"))
+        if "completions" in columns and "answers" in columns:
+            _report_right(columns, group, rewards)
         if isinstance(responses, Ragged) and isinstance(responses.values, Tensor):
             alike_B = _report_responses(responses, responses.values, group)
             if isinstance(rewards, Tensor):
@@ -36,16 +45,49 @@ def report_rows(buffer: Databuffer) -> None:
 def _report_rewards(rewards_B: Tensor, group: Tensor, responses: ColumnData | None,
                     advantages: ColumnData | None) -> None:
     """Report how rewards go with lengths and with advantages, among the rows of a prompt."""
-    found = {"reward/length_correlation": responses.lengths.double() if isinstance(responses, Ragged) else None,
-             "advantages/reward_correlation": _of_rows(advantages)}
-    for name, values_B in found.items():
-        if values_B is not None and len(values_B) == len(rewards_B):
-            a_B, b_B = _centred(rewards_B, group), _centred(values_B, group)
-            spread = (a_B.square().sum() * b_B.square().sum()).sqrt()
-            if spread > 1e-9:
-                current().mean(name, (a_B * b_B).sum() / spread * len(group), len(group))
+    if isinstance(responses, Ragged) and len(responses) == len(group):
+        current().mean("reward/length_correlation", *_correlation(rewards_B, responses.lengths.double(), group))
+    of_rows_B = _of_rows(advantages)
+    if of_rows_B is not None and len(of_rows_B) == len(group):
+        current().mean("advantages/reward_correlation", *_correlation(rewards_B, of_rows_B, group))
     if isinstance(advantages, Tensor) and len(advantages) == len(group):  # those of tokens may be centred otherwise
         _report_baseline(advantages.double(), group)
+
+
+def _correlation(a_B: Tensor, b_B: Tensor, group: Tensor) -> tuple[Tensor, int]:
+    """Return the correlation of two values of each row among the rows of a prompt, times the rows, and their number: 0
+    if one of the values is the same in all rows of each prompt."""
+    a_B, b_B = _centred(a_B, group), _centred(b_B, group)
+    spread = (a_B.square().sum() * b_B.square().sum()).sqrt()
+    rows = len(group) if spread > 1e-9 else 0
+    return (a_B * b_B).sum() / spread.clamp(min=1e-9) * rows, rows
+
+
+def _report_parts(rewards_B: Tensor, group: Tensor, parts: ColumnData | None) -> None:
+    """Report how each of several parts of a reward goes with the whole of it, as nodes after the reward left it."""
+    values = [json.loads(text) for text in to_list(parts)] if parts is not None else []
+    for part in values[0] if values and len(values[0]) > 1 else ():
+        if all(isinstance(row.get(part), float | int) for row in values):
+            part_B = rewards_B.new_tensor([row[part] for row in values])
+            current().mean(f"reward/correlation/{part}", *_correlation(rewards_B, part_B, group))
+
+
+def _report_right(columns: dict[str, ColumnData], group: Tensor, rewards: ColumnData | None) -> None:
+    """Report how many completions give their record's final answer, both marked, and whether these earn more, and are
+    preferred."""
+    wanted = [marked_answer(text) for text in to_list(columns["answers"])]
+    if None in wanted or not wanted:
+        return
+    right_B = torch.tensor([marked_answer(text) == answer for text, answer in zip(to_list(columns["completions"]),
+                                                                                  wanted)], dtype=torch.float64)
+    current().mean_of("response/has_answer", right_B)
+    if isinstance(rewards, Tensor):
+        current().mean("reward/answer_correlation", *_correlation(rewards.double(), right_B, group))
+    preference = columns.get("preference")
+    if isinstance(preference, Tensor):
+        _, index = torch.unique(group, return_inverse=True)
+        ahead_P = torch.zeros(int(index.max()) + 1, dtype=torch.float64)
+        current().mean_of("preference/worse_has_answer", ahead_P.index_add(0, index, right_B * preference.double()) < 0)
 
 
 def _report_baseline(advantages_B: Tensor, group: Tensor) -> None:
@@ -104,15 +146,23 @@ def _report_responses(responses: Ragged, tokens_T: Tensor, group: Tensor) -> Ten
 
 
 def _report_questions(columns: dict[str, ColumnData], group: Tensor) -> None:
-    """Report how many prompts are the same as another of the step, and how many hold their own answer."""
+    """Report how many prompts are the same as another of the step, hold their own answer, or have the most common
+    one."""
     questions = dict(zip(group.tolist(), to_list(columns["questions"])))
     current().mean("prompt/repeated", len(questions) - len(set(questions.values())), len(questions))
     if "answers" in columns:
         answers = dict(zip(group.tolist(), to_list(columns["answers"])))
         current().mean("prompt/has_answer", sum(_holds(questions[each], answers[each]) for each in questions),
                        len(questions))
+        if any(answers.values()):
+            current().mean("prompt/same_answer", Counter(map(_short, answers.values())).most_common(1)[0][1],
+                           len(answers))
+
+
+def _short(answer: str) -> str:
+    return answer.rpartition("####")[2].strip()
 
 
 def _holds(question: str, answer: str) -> bool:
-    whole, short = answer.strip(), answer.rpartition("####")[2].strip()
+    whole, short = answer.strip(), _short(answer)
     return any(len(text) >= _TELLING and text in question for text in (whole, short))

@@ -153,6 +153,7 @@ def test_converse_limits_turns_and_tokens(role, prompts):
     assert whole.finished.any()
     assert not short.finished.any(), "the environment would have gone on"
     assert (metrics["response/truncated"], metrics.get("environment/cut", 0)) == (1, 0)
+    assert metrics["environment/same_answers"] == pytest.approx(1 / 6), "each conversation has its own observation"
     assert converse_with(role, prompts, max_turns=3).finished.tolist() == whole.finished.tolist()
     assert converse_with(role, prompts, environment_settings={"turns": 1}).turns.tolist() == [1] * 6
     reported()

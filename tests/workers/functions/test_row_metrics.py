@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -47,6 +48,29 @@ def test_advantages_are_compared_with_rewards_within_their_prompt():
     assert "advantages/reward_correlation" not in reported(group=GROUP, rewards=REWARDS, advantages=torch.ones(6))
 
 
+def test_answers_that_are_right_are_compared_with_rewards_and_preferences():
+    columns = {"group": GROUP, "answers": encode_text(["1 + 1 = 2 #### 2"] * 3 + ["#### 5"] * 3),
+               "completions": encode_text(["#### 2", "#### 3", "2", "so #### 5", r"\boxed{5}", "#### 6"])}
+    found = reported(**columns, rewards=torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0, 1.0]),
+                     preference=torch.tensor([-1, 1, 0, 1, 0, -1]))
+    assert found["response/has_answer"] == 0.5
+    assert found["reward/answer_correlation"] == pytest.approx(-1)
+    assert found["preference/worse_has_answer"] == 0.5
+    unmarked = columns | {"answers": encode_text(["2"] * 6)}
+    assert "response/has_answer" not in reported(**unmarked, rewards=REWARDS)
+
+
+def test_parts_of_a_reward_are_compared_with_the_whole():
+    parts = [json.dumps({"math": float(reward % 2), "length": -reward, "format": 1.0}) for reward in range(6)]
+    found = reported(group=GROUP, rewards=-torch.arange(6.0), reward_parts=encode_text(parts))
+    assert found["reward/correlation/length"] == pytest.approx(1)
+    assert abs(found["reward/correlation/math"]) < 0.1
+    assert "reward/correlation/format" not in found
+    one = [json.dumps({"math": float(reward)}) for reward in range(6)]
+    assert not any("correlation/" in name for name in reported(group=GROUP, rewards=REWARDS,
+                                                               reward_parts=encode_text(one)))
+
+
 def test_lengths_are_compared_with_rewards_within_their_prompt():
     rows = tokens([1], [1, 2], [1, 2, 3], [1] * 9, [1] * 7, [1] * 8)
     assert reported(group=GROUP, rewards=REWARDS, responses=rows)["reward/length_correlation"] == pytest.approx(1)
@@ -72,6 +96,9 @@ def test_prompts_that_are_twice_in_a_step_or_hold_their_answer():
     found = reported(group=torch.tensor([0, 0, 1, 2, 3, 4]), questions=questions, answers=answers)
     assert found["prompt/repeated"] == pytest.approx(1 / 5)
     assert found["prompt/has_answer"] == pytest.approx(1 / 5), "a digit may be in a question by accident"
+    assert found["prompt/same_answer"] == pytest.approx(2 / 5)
+    answers = encode_text(["1 #### 4"] * 3 + ["#### 4"] * 3)
+    assert reported(group=GROUP, questions=encode_text(["q"] * 6), answers=answers)["prompt/same_answer"] == 1
 
 
 def test_rows_without_groups_report_nothing():
