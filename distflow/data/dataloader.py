@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy
@@ -24,7 +25,7 @@ from distflow.data.dataset import Record, Records, RequiredFields
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
 from distflow.plan import Layout
 from distflow.telemetry import events
-from distflow.telemetry.metrics import current
+from distflow.telemetry.metrics import Metrics, current, recording
 
 ONE = Layout(1)
 REPEATS = 1 << 30
@@ -186,23 +187,50 @@ class Dataloader:
         self.share, self.layout, self.files = share, layout, files or {}
         self.position = self.left_over = 0
         """Prompts before the next step's, and those of them that the state's run had not trained on."""
+        self.pool = ThreadPoolExecutor(1, "dataloader")
+        self.ahead: tuple[list[int], Future[tuple[dict[str, ColumnData], bytes]]] | None = None
+        """Records that are expected for the next step, and their columns and metrics."""
 
     def next(self) -> Batch:
-        """Return the next step's rows of this share: none without a share, or perhaps if ranks outnumber rows."""
+        """Return the next step's rows of this share: none without a share, or perhaps if ranks outnumber rows. While
+        the step computes, a thread reads and encodes those of the step after it."""
         start, self.position = self.position, self.position + self.batch
         if isinstance(self.records, Mixture):
             for name, turns in zip(self.records.names, self.records.turns):
                 current().maximum(f"data/share/{name}", turns / sum(self.records.turns))
-        if self.share is None:
+        if self.share is None or not (mine := self.layout.cut(self.batch, self.share)):
             return Batch(torch.empty(0, dtype=torch.int64))
-        mine = self.layout.cut(self.batch, self.share)
-        return self.at(torch.arange(mine.start, mine.stop) + start) if mine else \
-            Batch(torch.empty(0, dtype=torch.int64))
+        ids = torch.arange(mine.start, mine.stop) + start
+        columns = self._take_ahead(self._indices(ids))
+        if not (isinstance(self.records, Mixture) and self.records.since):  # nodes choose what comes next
+            indices = self._indices(ids + self.batch)
+            self.ahead = indices, self.pool.submit(self._read_ahead, indices)
+        return Batch(ids, {**columns, "group": ids})
 
     def at(self, ids: torch.Tensor) -> Batch:
         """Return the prompts with these ids [B], in their order."""
-        columns = self.encode(self.records.get([self._index(prompt % REPEATS) for prompt in ids.tolist()]))
-        return Batch(ids, {**columns, "group": ids})
+        return Batch(ids, {**self._read(self._indices(ids)), "group": ids})
+
+    def _indices(self, ids: torch.Tensor) -> list[int]:
+        return [self._index(prompt % REPEATS) for prompt in ids.tolist()]
+
+    def _read(self, indices: list[int]) -> dict[str, ColumnData]:
+        return self.encode(self.records.get(indices))
+
+    def _read_ahead(self, indices: list[int]) -> tuple[dict[str, ColumnData], bytes]:
+        with recording(metrics := Metrics()):
+            return self._read(indices), metrics.take()
+
+    def _take_ahead(self, indices: list[int]) -> dict[str, ColumnData]:
+        """Return the columns of records, read by now if they are those that were expected."""
+        (expected, job), self.ahead = self.ahead or ([], None), None
+        if job is not None:
+            wait([job])  # records are read by one thread at a time
+        if job is None or expected != indices:
+            return self._read(indices)
+        columns, metrics = job.result()
+        current().add_all(metrics)
+        return columns
 
     def reweigh(self, reported: Sequence[Mapping[str, tuple[float, float]]]) -> None:
         """Take from the next step on by the weights that nodes have reported in this one, on all ranks; by the same if
@@ -244,6 +272,7 @@ class Dataloader:
 
     def close(self) -> None:
         """End the run."""
+        self.pool.shutdown(wait=False)
 
     @property
     def drawn_before(self) -> int:

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import threading
 
+import msgpack
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from distflow.data.dataloader import SOURCE_WEIGHT, Dataloader, Mixture
 from distflow.errors import InvalidInput
 from distflow.plan import Layout
+from distflow.telemetry.metrics import Metrics, current, recording
 
 QUIET = settings(max_examples=60)
 
@@ -205,6 +208,59 @@ def test_a_restored_loader_goes_on_where_it_stood(size, batch, done, shares):
 def test_a_rank_reads_its_own_share_only(share, ids):
     """Nothing outside the layout, or with more ranks than rows."""
     one = loader(10, 2, share, 5)
-    assert one.next().ids.tolist() == ids
-    assert len(one.records.read) == len(ids)
-    assert one.position == 2
+    assert [one.next().ids.tolist() for _ in range(3)] == [ids, [each + 2 for each in ids], [each + 4 for each in ids]]
+    one.pool.shutdown()
+    assert len(one.records.read) == 4 * len(ids), "of three steps and the one after them"
+    assert one.position == 6
+
+
+class Gated(Numbers):
+    """Records that are read only up to a gate."""
+
+    def __init__(self, size: int, allowed: int):
+        super().__init__(size)
+        self.reads, self.closed, self.gate = itertools.count(), threading.Event(), threading.Event()
+        self.allowed = allowed
+
+    def get(self, indices):
+        if next(self.reads) == self.allowed:
+            self.closed.set()
+            assert self.gate.wait(60)
+        current().add("data/read", len(indices))
+        return super().get(indices)
+
+
+def test_dataloader_reads_the_next_step_while_one_computes():
+    """Its metrics are those of the step that takes the rows."""
+    records, plain = Gated(9, 1), loader(9, 4)
+    one = Dataloader(records, encode, 4, 0, 0)
+    with recording(metrics := Metrics()):
+        assert step_of([one]) == step_of([plain])
+        assert records.closed.wait(60), "the second step's rows are not being read"
+        assert msgpack.unpackb(metrics.take()) == {"data/read": ["sum", 4, 0]}
+        records.gate.set()
+        assert step_of([one]) == step_of([plain])
+        assert msgpack.unpackb(metrics.take()) == {"data/read": ["sum", 4, 0]}
+    one.pool.shutdown()
+    assert len(records.read) == 12, "each record is read once for a step"
+
+
+def test_dataloader_that_returns_to_an_earlier_step_reads_its_rows():
+    one, plain = loader(9, 4), loader(9, 4)
+    steps, state = [step_of([plain]) for _ in range(3)], one.state_dict()
+    assert [step_of([one]) for _ in range(2)] == steps[:2]
+    one.load_state_dict(state)
+    assert [step_of([one]) for _ in range(3)] == steps
+
+
+def test_dataloader_refuses_a_record_in_the_step_that_it_belongs_to():
+    class Broken(Numbers):
+        def get(self, indices):
+            if self.read:
+                raise InvalidInput("this record cannot be read")
+            return super().get(indices)
+
+    one = Dataloader(Broken(9), encode, 4, 0, 0)
+    assert len(one.next()) == 4
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        one.next()
