@@ -162,8 +162,8 @@ class _Copies:
                 self._remove(name)
 
     def fetch(self, run: Path | None) -> Path:
-        """Fetch the newest checkpoint, unless the run folder has it or a newer one. Return the folder, by default
-        OUTPUT/RUN as its run file says. Raises InvalidInput: there is none."""
+        """Fetch the newest checkpoint, unless the run folder has it or a newer one, undamaged. Return the folder, by
+        default OUTPUT/RUN as its run file says. Raises InvalidInput: there is none."""
         there = self.whole()
         if run is None:
             if not there:
@@ -173,14 +173,21 @@ class _Copies:
                 raise refusal(run, held)
         elif in_use(run):
             return run  # by a rank on another machine, which has fetched
-        on_disk = complete_checkpoints(run / "checkpoints")
-        newest = _age(read_progress(on_disk[-1]) or {}, step_of(on_disk[-1])) if on_disk else None
-        if on_disk:
+        if complete_checkpoints(run / "checkpoints"):
             self._require_same_run(run, there)
+        newest = self._newest_undamaged(run) if there else None
         for copy in reversed(there):
             if newest is not None and newest >= copy.age or self._fetch(copy, run):
                 break
         return run
+
+    def _newest_undamaged(self, run: Path) -> _Age | None:
+        """Return the age of the newest undamaged checkpoint of a run folder."""
+        for checkpoint in reversed(complete_checkpoints(run / "checkpoints")):
+            if not (wrong := find_damage(checkpoint, moved=self._moved)):
+                return _age(read_progress(checkpoint) or {}, step_of(checkpoint))
+            print(f"{checkpoint} is damaged: {wrong}.", file=sys.stderr, flush=True)
+        return None
 
     def _folder_of(self, copy: _Copy) -> Path:
         import yaml
@@ -237,8 +244,8 @@ class _Copies:
                   file=sys.stderr, flush=True)
             shutil.rmtree(written)
             return False
-        if read_progress(final) == read_progress(written):  # another machine was faster
-            shutil.rmtree(written)
+        if read_progress(final) == read_progress(written) and not find_damage(final, moved=self._moved):
+            shutil.rmtree(written)  # another machine was faster
             return True
         for file in copy.files:
             if file.startswith(_RUN) and not file.startswith(f"{_RUN}best/"):

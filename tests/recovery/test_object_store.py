@@ -195,15 +195,33 @@ def test_killed_fetch_leaves_no_checkpoint_and_is_repeated(run, tmp_path):
     assert [step_of(each) for each in complete_checkpoints(fetched / "checkpoints")] == [2]
 
 
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[5000] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(("damaged", "left"), [([4], [2, 4]), ([2, 4], [4]), ([6], [2, 4]), ([4, 6], [2, 4])])
+def test_damaged_checkpoint_on_disk_is_fetched_again(run, to, damaged, left, capsys):
+    """Step 6 is not in the store."""
+    save(run, 2)
+    good = content_of(save(run, 4))
+    assert upload(run, to) == ""
+    for step in damaged:
+        damage((checkpoint_of(run / "checkpoints", step) if step < 6 else save(run, 6)) / "__0_0.distcp")
+    fetch(object_store.url_of(run, to), run)
+    usable = [each for each in complete_checkpoints(run / "checkpoints") if not find_damage(each)]
+    assert [step_of(each) for each in usable] == left
+    assert content_of(run / "checkpoints/step-00000004") == good
+    assert f"step-{damaged[-1]:08} is damaged: __0_0.distcp is not what was written" in capsys.readouterr().err
+
+
 def test_damaged_copy_is_passed_over_for_the_one_before(run, tmp_path, capsys):
     save(run, 2)
     assert upload(run, f"file://{tmp_path}/store") == ""
     save(run, 4)
     assert upload(run, f"file://{tmp_path}/store") == ""
-    file = next((tmp_path / "store/grpo-1").glob("step-00000004*/__0_0.distcp"))
-    content = bytearray(file.read_bytes())
-    content[5000] ^= 1
-    file.write_bytes(content)
+    damage(next((tmp_path / "store/grpo-1").glob("step-00000004*/__0_0.distcp")))
     fetched = fetch(f"file://{tmp_path}/store/grpo-1")
     assert [step_of(each) for each in complete_checkpoints(fetched / "checkpoints")] == [2]
     assert "__0_0.distcp is not what was written" in capsys.readouterr().err
