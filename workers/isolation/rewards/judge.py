@@ -12,6 +12,7 @@ from distflow.contracts.decorators import Regex, reward
 from distflow.errors import InvalidInput
 from distflow.telemetry.metrics import metric
 from workers.isolation.model_api import ModelAPI
+from workers.isolation.rewards import behind_thoughts
 
 PROMPT = """\
 Grade the answer to a question against the reference answer. Grade only what it says, not how it is written.
@@ -105,7 +106,7 @@ async def judge(completion: str, answer: str, question: str, *,
     reply = await _answer(api, text, model, max_tokens, temperature)
     if score is None:
         return min(1.0, max(0.0, _read_score(reply, highest)))
-    found = re.findall(score, _behind_thoughts(reply))
+    found = re.findall(score, behind_thoughts(reply) or "")
     if not found:
         raise ValueError(f"the judge gave no score that `{score}` finds: {reply[-200:]!r}")
     return min(1.0, max(0.0, float(found[-1]) / highest))
@@ -113,7 +114,7 @@ async def judge(completion: str, answer: str, question: str, *,
 
 def _read_score(reply: str, highest: float) -> float:
     """Return the share of the highest score that a judge gives; raise ValueError if it gives none, or several."""
-    said = _behind_thoughts(reply)
+    said = behind_thoughts(reply) or ""
     plain = _MARKUP.sub(" ", _CELL.sub(r"\1: ", _BOX.sub(lambda found: f" {found[1] or found[2]} ", said)))
     found = [*_SCORE.finditer(plain)]
     lines = [match for match in found if match["line"] is not None]
@@ -133,12 +134,6 @@ def _share(number: tuple[str | None, ...], highest: float) -> float:
     value, of, percent = number
     whole = 100.0 if percent else float(of or 0) or highest
     return float((value or "0").replace(",", ".")) / whole
-
-
-def _behind_thoughts(reply: str) -> str:
-    """Return what a judge says behind its thoughts; "" where they open the reply and are cut off."""
-    said = reply.rpartition("</think>")[2]
-    return "" if said.lstrip().startswith("<think>") else said
 
 
 @reward(timeout=60.0, retries=2, concurrency=16, check=_wrong_rubric)
@@ -167,7 +162,8 @@ async def rubric(completion: str, question: str, rubric: str = "", *,
     filled = _filled(prompt, {"question": question, "completion": completion, "criteria": listed})
     api = ModelAPI("judge", address, key_variable, seconds, attempts, cache, max_calls)
     reply = await _answer(api, filled, model, max_tokens, temperature)
-    verdicts = {int(number): verdict.lower() == "yes" for number, verdict in _VERDICT.findall(_behind_thoughts(reply))}
+    said = behind_thoughts(reply) or ""
+    verdicts = {int(number): verdict.lower() == "yes" for number, verdict in _VERDICT.findall(said)}
     if missing := [number for number in range(1, len(parts) + 1) if number not in verdicts]:
         raise ValueError(f"the judge gave no verdict on criterion {missing[0]} of {len(parts)}: {reply[-200:]!r}")
     for number, name in enumerate(named or (), 1):

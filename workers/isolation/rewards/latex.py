@@ -45,13 +45,13 @@ _QUANTITIES = {
              "平方千米 平方公里 제곱킬로미터 平方キロメートル", "公顷 公頃 헥타르 ヘクタール", "亩 畝"),
     "mass": ("mg milligram 毫克 밀리그램 ミリグラム", "g gram 克 그램 グラム",
              "kg kilogram 千克 公斤 킬로그램 キロ キログラム", "斤", "lb pound", "oz ounce", "ton tonne 吨 噸 톤 トン"),
-    "time": ("ms millisecond 毫秒 ミリ秒", "s second sec 秒 秒钟 秒鐘 秒間 초", "min minute 分 分钟 分鐘 分間 분",
-             "h hour hr 小时 小時 个小时 個小時 时 時 时间 時間 시 시간", "day 天 日 号 號 日間 일",
+    "time": ("ms millisecond 毫秒 ミリ秒", "s second sec 秒 秒钟 秒鐘 秒間 초", "min minute m 分 分钟 分鐘 分間 분",
+             "h hour hr 小时 小時 个小时 個小時 时 時 时间 時間 点 點 시 시간", "day 天 日 号 號 日間 일",
              "week 周 週 星期 个星期 礼拜 週間 주 주일",
-             "month 月 个月 個月 か月 ヶ月 カ月 월 달 개월", "year 年 年間 년"),
+             "month 月 个月 個月 か月 ヶ月 カ月 월 달 개월", "year 年 年間 岁 歲 歳 才 년 세 살"),
     "volume": ("ml milliliter millilitre 毫升 立方厘米 밀리리터 ミリリットル 立方センチメートル",
                "l liter litre 升 立方分米 리터 リットル", "立方米 세제곱미터 立方メートル", "gallon", "quart", "pint",
-               "cup"),
+               "cup 杯 잔"),
     "money": ("¥ yen yuan 元 圆 圓 块 塊 元钱 块钱 人民币 円 日元 엔 위안", "角 毛", "分", "cent 美分 센트 セント",
               "$ dollar usd 美元 달러 ドル", "€ euro eur 欧元 歐元 유로 ユーロ", "£ pound gbp 英镑 파운드 ポンド",
               "₩ krw 원 韩元 韓元 ウォン", "₹ rupee inr rs 卢比", "₽ ruble rouble 卢布", "₺ lira", "₫ dong", "₦ naira",
@@ -68,6 +68,8 @@ _COUNTER = re.compile(
     "[桶筐束串双雙对對套组組班队隊排行列次回遍趟步种種类類项項道题題句字岁歲歳才倍点點度票场場枚羽軒階足着番問]|"
     "[개명권장대번회살세잔병쌍채척층칸통판점배도]|个人|人次|千瓦|千卡|摄氏度|つ|通り|番目|文字|마리|그루|송이|켤레|"
     "자루|문제|가지|사람")
+_ALSO_COUNTED = frozenset("块塊周角点點分분杯잔")
+"""Units that may also count things, people or points."""
 _SAYING = re.compile(r"(?:입니다|이다|이에요|예요|です|である|だ)\Z")
 
 
@@ -78,14 +80,17 @@ def is_unit(word: str) -> bool:
 
 
 def units_of(word: str) -> dict[str, str]:
-    """Return the unit that a word means in each quantity that it may measure; nothing if it is no such unit."""
+    """Return the unit that a word means in each quantity that it may measure, of which one is a number of things;
+    nothing if it is no unit that is known."""
     names = [word.lower(), word.lower().removesuffix("s"), _SAYING.sub("", word)]
-    return next((_MEASURES[name] for name in names if name in _MEASURES), {})
+    found = next((_MEASURES[name] for name in names if name in _MEASURES), {})
+    counts = names[-1] in _ALSO_COUNTED or (not found and _COUNTER.fullmatch(names[-1]))
+    return {**found, "number": ""} if counts else found
 
 
 def differ(one: dict[str, str], other: dict[str, str]) -> bool:
-    """Return whether two units measure one quantity and are not the same, such as cm and m."""
-    return bool(one.keys() & other.keys()) and not one.items() & other.items()
+    """Return whether two units are known and not the same, such as cm and m, or cm and kg."""
+    return bool(one and other) and not one.items() & other.items()
 
 
 def _matrix_mark(found: re.Match[str]) -> str:

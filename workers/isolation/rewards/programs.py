@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import json
 import math
@@ -10,15 +11,16 @@ import re
 import secrets
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from markdown_it import MarkdownIt
 from pydantic import Field, PositiveFloat
 
 from distflow.contracts.decorators import reward
 from distflow.telemetry.metrics import metric
+from workers.isolation.rewards import behind_thoughts
 from workers.isolation.sandbox.runner import Outcome, run_python
 
 _MARKDOWN = MarkdownIt("commonmark").disable(["html_block", "code", "inline"])
@@ -30,6 +32,9 @@ _ANSWER = re.compile(r"^[ \t]*<answer>(.*)</answer>\s*\Z", re.MULTILINE | re.DOT
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
 _DECIMAL = re.compile(rf"(?=[^.]*\.){_NUMBER.pattern}")
 _MISSING = re.compile(r"^ModuleNotFoundError: No module named '([\w.]{1,100})'", re.MULTILINE)
+_MODULES = ("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
+            "itertools", "functools", "operator", "io", "sys", "json", "typing")
+"""Modules whose names a function has without importing them, as on the sites that its task is from."""
 _HARNESS = """\
 import sys
 _program, _tests, _token = {program!r}, {tests!r}, sys.stdin.readline()
@@ -41,6 +46,43 @@ except SystemExit:
 exec(compile(_tests, "tests.py", "exec"), _names)
 sys.__stdout__.write("\\n" + _token)
 """  # the token comes by standard input, so that a program that exits early or prints much does not pass
+_CALLER = """\
+import builtins, json, sys
+_token = sys.stdin.readline().strip()
+_arguments = eval(sys.stdin.readline(), {{"inf": float("inf"), "nan": float("nan")}})
+_module = sys.modules["program"] = type(sys)("program")
+_names = vars(_module)
+for _line in {imports!r}:
+    exec(_line, _names)
+for _name in {{*vars(builtins)}} - {{"__name__", "__doc__", "__loader__", "__package__", "__spec__"}}:
+    _names.pop(_name, None)
+sys.setrecursionlimit(50_000)
+try:
+    exec(compile({program!r}, "program.py", "exec"), _names)
+except SystemExit:
+    pass
+_owner = _names.get("Solution")
+_called = getattr(_owner(), {name!r}) if hasattr(_owner, {name!r}) else _names[{name!r}]
+_result = json.dumps(_called(*_arguments), default=lambda value: value.tolist())
+sys.__stdout__.write(f"\\n{{_token}}{{_result}}")
+"""  # the result is compared by the caller, so that the program never has what is wanted
+_WIDEST = 256
+"""Kibibytes that a program may print, unless more is wanted."""
+
+
+class _Streams(NamedTuple):
+    """Test of a program by its standard input and output."""
+
+    input: str
+    output: str
+
+
+class _Call(NamedTuple):
+    """Test of a function by its name. Any of `results` is right."""
+
+    name: str
+    arguments: list[Any]
+    results: list[Any]
 
 
 def _solution(answer: str = "") -> str | None:
@@ -74,8 +116,9 @@ def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
     such texts, which run after the program with its names, each text as one test; or JSON, a list of {"input": text,
     "output": text} or {"inputs": texts, "outputs": texts} for the standard streams, where space at the ends of lines
     and of the text does not count, a wanted number with a decimal point may be written otherwise, and one with a
-    fraction may differ by 1e-6, or if it is below 1 by a millionth of it. A program that does not compile, raises or
-    exceeds a limit fails.
+    fraction may differ by 1e-6, or if it is below 1 by a millionth of it. With `fn_name`, as in APPS and LiveCodeBench,
+    that function, or method of the class `Solution`, is called with JSON, an argument in each line or a list of all. A
+    program that does not compile, raises or exceeds a limit fails.
 
     A cheating program can find Python tests in its own process; it never sees the outputs of JSON tests.
 
@@ -87,20 +130,20 @@ def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
 
     Raises:
         EngineError: programs cannot be isolated here. Ends the run.
-        ValueError: there are no tests, or JSON of another form. The sample is left out.
+        ValueError: there are no tests, none that checks, or JSON of another form. The sample is left out.
         OSError: a sandbox could not be created or ended. The sample is retried, then left out.
     """
     run = functools.partial(run_python, seconds=seconds, memory_mib=memory_mib, network=network, files=files)
     return _graded(program_of(completion), tests, run, partial)
 
 
-def _graded(program: str, tests: str, run: Callable[[str, str], Outcome], partial: bool) -> float:
+def _graded(program: str, tests: str, run: Callable[..., Outcome], partial: bool) -> float:
     """Return the share of tests that a program passes, or without `partial` whether it passes all; report modules that
     it imports and that are missing, and whether its time was over."""
     missing, ends = set[str](), set[str]()
 
-    def watched(program: str, stdin: str) -> Outcome:
-        outcome = run(program, stdin)
+    def watched(program: str, stdin: str, **more: int) -> Outcome:
+        outcome = run(program, stdin, **more)
         ends.add(outcome.ended)
         missing.update(() if outcome.ok else _MISSING.findall(outcome.stderr)[-1:])
         return outcome
@@ -126,9 +169,11 @@ def _tell_missing(name: str) -> None:
 
 def program_of(completion: str) -> str:
     """Return the program of a completion: the last Python block, else the last without a language, else the last one;
-    of those behind `</think>`, if there are any. Without a block it is the whole completion, or what `<answer>` has. A
-    block that calls what only an earlier one defines, or shows a session of the interpreter, is an example."""
-    answer = completion.rpartition("</think>")[2]
+    of those behind `</think>`, if there are any. Without a block it is the whole completion, or what `<answer>` has;
+    thoughts that are cut off have none. A block that calls what only an earlier one defines, or shows a session of the
+    interpreter, is an example."""
+    if (answer := behind_thoughts(completion)) is None:
+        return ""
     answer = tagged[1] if (tagged := _ANSWER.search(answer)) else answer
     blocks = _blocks(answer) or _blocks(completion) or _blocks(_INLINE.sub(r"\1\n\2", completion))
     for language in (_PYTHON, _NO_LANGUAGE):
@@ -168,7 +213,7 @@ def _blocks(text: str) -> list[tuple[str, str]]:
             if token.type == "fence" and token.content.strip()]
 
 
-def _run_tests(program: str, tests: str, run: Callable[[str, str], Outcome], separately: bool) -> Iterator[bool]:
+def _run_tests(program: str, tests: str, run: Callable[..., Outcome], separately: bool) -> Iterator[bool]:
     """Yield the result of each test. Python tests run together in one process, unless `separately`."""
     cases = _cases(tests)
     python = [case for case in cases if isinstance(case, str)]
@@ -177,37 +222,114 @@ def _run_tests(program: str, tests: str, run: Callable[[str, str], Outcome], sep
         outcome = run(_HARNESS.format(program=program, tests=text), f"{token}\n")
         yield outcome.ok and outcome.stdout.splitlines()[-1:] == [token]
     for case in cases:
-        if not isinstance(case, str):
-            outcome = run(program, case["input"])
-            lines, wanted = _lines(outcome.stdout), _lines(case["output"])
+        if isinstance(case, _Streams):
+            outcome = run(program, case.input, output_kib=_room(case.output))
+            lines, wanted = _lines(outcome.stdout), _lines(case.output)
             yield outcome.ok and len(lines) == len(wanted) and all(map(_is_line, lines, wanted))
+        elif isinstance(case, _Call):
+            yield _returns(program, case, run)
 
 
-def _cases(tests: str) -> list[Any]:
-    """Return the tests, all of one kind: texts in Python, or mappings of `input` and `output`."""
+def _room(wanted: str) -> int:
+    return max(_WIDEST, len(wanted.encode(errors="replace")) // 512)
+
+
+def _returns(program: str, case: _Call, run: Callable[..., Outcome]) -> bool:
+    """Return whether a function of a program, or a method of its class `Solution`, returns what is wanted."""
+    token = secrets.token_hex(16)
+    imports = [f"from {name} import *" for name in _MODULES] + [f"import {name}" for name in _MODULES]
+    source = _CALLER.format(program=program, name=case.name, imports=imports)
+    outcome = run(source, f"{token}\n{case.arguments!r}\n",
+                  output_kib=_room(json.dumps(case.results[0])))
+    printed = outcome.stdout.rpartition("\n")[2]
+    with contextlib.suppress(ValueError, RecursionError):
+        return outcome.ok and printed.startswith(token) and any(
+            _is_result(json.loads(printed.removeprefix(token)), wanted) for wanted in case.results)
+    return False
+
+
+def _is_result(result: Any, wanted: Any) -> bool:
+    """Compare values of JSON; a number with a fraction may be rounded."""
+    if isinstance(result, list) and isinstance(wanted, list):
+        return len(result) == len(wanted) and all(map(_is_result, result, wanted))
+    if isinstance(result, dict) and isinstance(wanted, dict):
+        return result.keys() == wanted.keys() and all(_is_result(result[key], wanted[key]) for key in wanted)
+    near = isinstance(wanted, float) and isinstance(result, int | float) and _is_near(repr(result), repr(wanted))
+    return result == wanted or near
+
+
+def _cases(tests: str) -> Sequence[str | _Streams | _Call]:
+    """Return the tests, all of one kind: texts in Python, of streams, or calls."""
     if not tests.strip():
         raise ValueError("there are no tests: whatever runs would pass")
     try:
         found: Any = json.loads(tests)
     except json.JSONDecodeError:
-        return [tests]
-    if isinstance(found, dict) and _are_texts(found.get("inputs")) and _are_texts(found.get("outputs")) \
-            and len(found["inputs"]) == len(found["outputs"]) and not found.get("fn_name"):
-        found = [{"input": given, "output": wanted} for given, wanted in zip(found["inputs"], found["outputs"])]
-    if not (_are_texts(found) and "".join(found).strip()) and \
-            not (isinstance(found, list) and found and all(map(_is_case, found))):
+        return _checking([tests])
+    if isinstance(found, list) and found and all(isinstance(each, str) for each in found) and "".join(found).strip():
+        return _checking(found)
+    if isinstance(found, dict) and isinstance(found.get("inputs"), list) and isinstance(found.get("outputs"), list) \
+            and len(found["inputs"]) == len(found["outputs"]):
+        found = [{"input": given, "output": wanted, "fn_name": found.get("fn_name")}
+                 for given, wanted in zip(found["inputs"], found["outputs"])]
+    cases = [_case(each) for each in found] if isinstance(found, list) else []
+    if not cases or None in cases or len({*map(type, cases)}) > 1:
         raise ValueError("tests in JSON must be a list of texts in Python, or of {\"input\": text, \"output\": text}, "
-                         f"not {tests[:100]!r}")
-    return list(found)
+                         "with \"fn_name\" where a function is called (LiveCodeBench has it in `metadata`), not "
+                         f"{tests[:100]!r}")
+    fewest = min((len(case.results) for case in cases if isinstance(case, _Call)), default=1)
+    return [case._replace(results=case.results[:fewest]) if isinstance(case, _Call) else case for case in cases if case]
+
+
+def _checking(texts: list[str]) -> list[str]:
+    """Return tests in Python. Raises ValueError: they are none, or what they define is never called."""
+    try:
+        whole = ast.parse("\n".join(texts))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"the tests are neither JSON nor Python ({error}): {texts[0][:100]!r}") from None
+    if not _checks(whole):
+        name = next((part.name for part in whole.body if isinstance(part, ast.FunctionDef)), "")
+        why = f"define `{name}` and never call it" if name else "assert and call nothing"
+        raise ValueError(f"the tests {why}, so that whatever runs would pass: {texts[0][:100]!r}")
+    return texts
+
+
+def _checks(part: ast.AST) -> bool:
+    """Return whether a part of a program asserts, raises or calls as soon as it runs."""
+    if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+        return False
+    return isinstance(part, ast.Assert | ast.Raise | ast.Call) or any(map(_checks, ast.iter_child_nodes(part)))
+
+
+def _case(case: Any) -> _Streams | _Call | None:
+    """Return a test by its streams, or by a call as APPS, TACO and LiveCodeBench have them; None if it is none."""
+    if not isinstance(case, dict) or not {"input", "output"} <= case.keys():
+        return None
+    given, wanted, more = case["input"], case["output"], case.get("metadata")
+    name = case.get("fn_name") or (more.get("func_name") if isinstance(more, dict) else None)
+    if name and isinstance(given, str | list):
+        return _call(str(name), given, wanted)
+    streams = case.get("testtype", "stdin") == "stdin" and case.get("type") != "function_call"
+    texts = ["\n".join(text) if _are_texts(text) else text for text in (given, wanted)]
+    return _Streams(*texts) if not name and streams and all(isinstance(text, str) for text in texts) else None
+
+
+def _call(name: str, given: str | list[Any], wanted: Any) -> _Call:
+    """Return a call. A text has the JSON of an argument in each line, and the result is JSON, too. Many results of APPS
+    are a list of the one that is meant; where each test has such a list, what is in it is right, too."""
+    if isinstance(given, str):
+        try:
+            wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
+            return _Call(name, [json.loads(line) for line in given.strip().split("\n") if line.strip()], [wanted])
+        except json.JSONDecodeError as error:
+            raise ValueError(f"the test {given[:100]!r} of `{name}` is not JSON in each line: {error}") from None
+    if len(given) == 1 and isinstance(given[0], dict) and all(re.fullmatch("-?[0-9]+", key) for key in given[0]):
+        given = [{int(key): value for key, value in given[0].items()}]  # of which JSON has made texts
+    return _Call(name, given, [wanted, *wanted] if isinstance(wanted, list) and len(wanted) == 1 else [wanted])
 
 
 def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and len(value) > 0 and all(isinstance(each, str) for each in value)
-
-
-def _is_case(case: Any) -> bool:
-    streams = isinstance(case, dict) and case.get("testtype", "stdin") == "stdin"  # LiveCodeBench also has calls
-    return streams and all(isinstance(case.get(name), str) for name in ("input", "output"))
 
 
 def _is_line(printed: str, wanted: str) -> bool:

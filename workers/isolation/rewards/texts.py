@@ -14,6 +14,7 @@ from fractions import Fraction
 from distflow.contracts.decorators import Regex, reward
 from distflow.errors import InvalidInput
 from distflow.telemetry.metrics import current
+from workers.isolation.rewards import behind_thoughts
 from workers.isolation.rewards.answers import NO_UNITS, SHORT_WORDS, parse_whole, readings, same, spelling
 from workers.isolation.rewards.latex import CURRENCIES, FULL_WIDTH, IDEOGRAPHS, differ, is_unit, units_of
 
@@ -126,8 +127,9 @@ def marked_answer(text: str) -> str | None:
 
 
 def _without_thoughts(text: str) -> str:
-    """Return what follows `</think>`; the whole text where nothing does."""
-    return behind if (behind := text.rpartition("</think>")[2]).strip() else text
+    """Return what follows thoughts: the whole text where nothing does, and nothing where they are cut off."""
+    behind = behind_thoughts(text)
+    return "" if behind is None else behind if behind.strip() else text
 
 
 def _marked(text: str) -> str | None:
@@ -186,8 +188,8 @@ def last_number(text: str) -> Number | None:
 
 
 def last_sentence(text: str) -> str:
-    """Return the last sentence of a text, without signs before it, as `✅`."""
-    lines = [line.strip() for line in text.splitlines() if re.search(r"\w", line)]
+    """Return the last sentence of a text, without signs before it, as `✅`, and Minerva's hope behind it."""
+    lines = [line.strip() for line in _HOPE.sub("", text).splitlines() if re.search(r"\w", line)]
     return _SIGNS.sub("", re.split(r"(?<=[.!?])\s+", lines[-1])[-1]) if lines else ""
 
 
@@ -276,8 +278,10 @@ _LETTERS = re.compile(r"[A-Za-z]{2,3}")
 _SIGNS = re.compile(r"\A[^\w\s$\\(\[{.+−–-]+\s*")
 _ANSWER = re.compile(r"\b(?:answer|correct (?:option|choice))\b(?:\W{0,3}\b(?:is|was)\b)?[^\w$\\(\[{+.−–-]{0,3}"
                      r"[\s*]*(?:(?:option|choice)\s+)?([^\s*:=].*?)\**\Z", re.IGNORECASE)
+_HOPE = re.compile(r"\s+I hope it is correct\.?\s*\Z")
 _FORMULA = re.compile(r"\$([^$]+)\$\**\Z|\\\(((?:[^\\]|\\[^()])+)\\\)\**\Z")
-_CHOICE = re.compile(r"\(?([A-J])(?:\)?[.)]\s+(?!(?:and|or)\b)((?:(?![.!?]\s|\s\(?[A-J]\)\s).)+)|\))?")
+_CHOICE = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice)\s+)?\(?([A-J])"
+                     r"(?:\)?[.)]\s+(?!(?:and|or)\b)((?:(?![.!?]\s|\s\(?[A-J]\)\s).)+)|\))?")
 """A letter of a choice, and one sentence that may stand behind it and names no other letter."""
 _LONG = re.compile(r"[-+]?[0-9.,]{1000,}")  # A number of so many digits is compared as text
 
@@ -305,7 +309,7 @@ def _of_numbers(completion: str, answer: str, strict: bool) -> float | None:
     wanted, given = _final_answers(completion, answer)
     expected = reference_number(wanted)
     if given is None:
-        found = None if strict else last_number(completion)
+        found = None if strict else last_number(_without_thoughts(completion))
         return float(found is not None and expected is not None and found.answers(expected, strict))
     if given and given == wanted:
         return 1.0

@@ -28,6 +28,11 @@ _NOBODY = 65534
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _VARIABLES = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Threads of libraries count towards the program's limits of processes and memory."""
+_START = """\
+__import__("builtins").exit = __import__("builtins").quit = __import__("sys").exit
+__file__ = __import__("sys").argv[0] = {path!r}
+exec(compile(open(__file__, "rb").read(), __file__, "exec"))
+"""  # without `site`, which else defines `exit` and `quit`
 _OWN_PROCESSES = 3  # processes of the sandbox itself, which count towards the program's limit
 
 Job = dict[str, Any]
@@ -172,7 +177,8 @@ def _exec_program(job: Job, path: str) -> None:
         _report(job, started=True)
         seccomp.confine(job["network"], alone=behind_filters)
         path_of_modules = ":".join([*job["standard_library"], *job["packages"]])  # as `site` has them
-        os.execve(job["executable"], ["python", "-s", "-S", "-B", path], {**_VARIABLES, "PYTHONPATH": path_of_modules})
+        os.execve(job["executable"], ["python", "-s", "-S", "-B", "-c", _START.format(path=path)],
+                  {**_VARIABLES, "PYTHONPATH": path_of_modules})
     except OSError as error:
         _report(job, failed=str(error))
     os._exit(1)

@@ -39,7 +39,8 @@ CASES = json.dumps([{"input": "1\n2\n", "output": "2\n4"}, {"input": "5", "outpu
     ("```code\na\n```", "a\n"),
     ("<think>\n```python\ndraft\n```\n</think>\n```python\na\n```", "a\n"),
     ("<think>\n```python\ndraft\n```\n</think>\n```\na\n```", "a\n"),
-    ("<think>\n```python\ndraft\n```\nLet me check ag", "draft\n"),
+    ("<think>\n```python\ndraft\n```\nLet me check ag", ""),
+    ("<think>It is\n```python\na\n```\n</think>\nSee above.", "a\n"),
     ("<think>it adds</think>print(1)", "print(1)"),
     ("<answer>```python\na\n```</answer>", "a\n"),
     ("<think>it adds</think>\n<answer>\nprint(1)\n</answer>\n", "\nprint(1)\n"),
@@ -90,6 +91,8 @@ def test_packages_cannot_be_changed():
     (ADD.replace("a + b", "a - b"), 0.0),
     ("no program at all", 0.0),
     ("```python\ndef add(a, b): return a + b\nraise SystemExit(0)\n```", 1.0),
+    ("```python\ndef add(a, b): return a + b\nexit()\n```", 1.0),
+    ("```python\ndef add(a, b): return a + b\nsys.exit()\n```", 0.0),
     ("```python\nimport os\nos._exit(0)\n```", 0.0),
     ("```python\nprint('0' * 32)\nraise SystemExit(0)\n```", 0.0),
     ("```python\ndef add(a, b):\n    while True: pass\n```", 0.0),
@@ -117,11 +120,63 @@ def test_decimals_are_compared_as_numbers(share, printed):
     assert code("```python\nprint(open(0).read())\n```", json.dumps(cases), partial=True) == share
 
 
+TEXTS = {"fn_name": "f", "inputs": ["[1, 2]\n3", "[]\n4"], "outputs": ["[3, 6]", "[]"]}  # as in LiveCodeBench
+LISTS = {"fn_name": "f", "inputs": [[[1, 2], 3], [[4], 4]], "outputs": [[3, 6], [16]]}  # as in APPS
+WRAPPED = {"fn_name": "f", "inputs": [[[1, 2], 3], [[], 4]], "outputs": [[[3, 6]], [[]]]}  # each in a list of its own
+CASE = [{"input": "[1, 2]\n3", "output": "[3, 6]", "testtype": "functional", "metadata": {"func_name": "f"}}]
+MULTIPLES = "return [value * by for value in values]"
+METHOD = f"class Solution:\n    def f(self, values: List[int], by: int) -> List[int]:\n        {MULTIPLES}\n"
+
+
+@pytest.mark.parametrize("tests", [TEXTS, LISTS, WRAPPED, CASE])
+@pytest.mark.parametrize(("body", "right"), [
+    (MULTIPLES, 1.0), ("return tuple(value * by for value in values)", 1.0),
+    ("import numpy\n    return numpy.array(values, int) * by", 1.0),
+    (f"print(values)\n    {MULTIPLES}\nexit()", 1.0),
+    ("return [value + by for value in values]", 0.0), ("print([value * by for value in values])", 0.0),
+    ("return {value * by for value in values}", 0.0), ("return str([value * by for value in values])", 0.0)])
+def test_a_function_is_called_by_its_name(tests, body, right):
+    assert code(f"```python\ndef f(values, by):\n    {body}\n```", json.dumps(tests)) == right
+
+
+@pytest.mark.parametrize(("program", "result", "right"), [
+    (METHOD + "if __name__ == '__main__':\n    print(Solution().f([int(input())], 2))", "[3, 6]", 1.0),
+    (METHOD.replace("f(self", "g(self"), "[3, 6]", 0.0),
+    ("class Solution: pass\ndef f(values, by): return heappop(values) + pow(2, 5, by)", "3", 1.0),
+    ("def f(values, by): return 1 / by", "0.3333333", 1.0), ("def f(values, by): return 1 / by", "0.33333", 0.0),
+    ("def f(values, by): return 3.0", "3", 1.0), ("def f(values, by): return [3]", "3", 0.0),
+    ("def f(values, by): return 3", "[3]", 0.0), ("def f(values, by): return '3'", "3", 0.0),
+    ("def f(values, by): pass", "0", 0.0), ("def f(values, by): return float('nan')", "3", 0.0),
+    ("def f(values, by): return 0 if by > 20000 else f(values, by + 1)", "0", 1.0),
+    ("class Equal:\n    def __eq__(self, other): return True\ndef f(values, by): return Equal()", "3", 0.0),
+    ("import json\njson.dumps = lambda *_, **__: '{'\ndef f(values, by): return 3", "3", 0.0)])
+def test_what_a_function_returns_is_compared(program, result, right):
+    tests = [{"fn_name": "f", "input": "[1, 2]\n3", "output": result}]
+    assert code(f"```python\n{program}\n```", json.dumps(tests)) == right
+
+
+def test_keys_that_json_has_made_texts_are_numbers_again():
+    tests = {"fn_name": "f", "inputs": [[{"1": "x"}]], "outputs": [{"x": 1}]}
+    assert code("def f(values): return {values[key]: key for key in (1,)}", json.dumps(tests)) == 1.0
+
+
+def test_a_program_may_print_as_much_as_is_wanted():
+    numbers = [*range(50_000)]
+    tests = json.dumps([{"input": "", "output": "\n".join(map(str, numbers))}])
+    assert code("print(*range(50_000), sep='\\n')", tests) == 1.0
+
+
 @pytest.mark.parametrize("tests", [
-    "", " \n", "[]", "{}", '[{"input": "1"}]', "[1]", "3",
-    '[{"input": "1", "output": "1", "testtype": "functional"}]'])
+    "", " \n", "[]", "{}", '[{"input": "1"}]', "[1]", "3", "null",
+    '[{"input": "1", "output": "1", "testtype": "functional"}]',
+    '[{"input": "1", "output": "1", "type": "function_call"}]',
+    '[{"input": "1", "output": "1"}, {"input": "1", "output": "1", "fn_name": "add"}]',
+    '[{"input": "one two", "output": "1", "fn_name": "add"}]', "eJxrYJmqz8gAAAtE", "gASVEQAAAAAAAABdlC4=",
+    "def check(candidate):\n    assert candidate(1, 2) == 3",
+    "from solution import add\ndef test_add():\n    assert add(1, 2)"])
 def test_tests_of_another_form_are_no_reason_for_a_zero(tests):
-    with pytest.raises(ValueError, match="tests in JSON must be a list|there are no tests"):
+    with pytest.raises(ValueError, match="tests in JSON must be a list|there are no tests|so that whatever runs would "
+                                         "pass|neither JSON nor Python|is not JSON in each line"):
         code(ADD, tests)
 
 
@@ -141,5 +196,5 @@ def test_tests_may_be_a_list_of_asserts_or_lists_of_inputs_and_outputs():
     assert code(ADD, asserts) == 1.0
     half = json.dumps([*TESTS.splitlines()[:1], "assert add(1, 1) == 3"])
     assert (code(ADD, half), code(ADD, half, partial=True)) == (0.0, 0.5)
-    streams = json.dumps({"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4"]})
+    streams = json.dumps({"inputs": ["1\n", ["2", ""]], "outputs": ["2\n", ["4"]]})
     assert code("```\nprint(2 * int(input()))\n```", streams) == 1.0
