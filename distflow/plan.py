@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from itertools import accumulate
 from typing import Any, Literal
@@ -178,10 +178,9 @@ class Plan:
     """Transfers through the dock, by producer: to and from the trainer, or from another group."""
     early: Plan | None = None
     """Tasks that the trainer runs on a step's prompts as they come, while others are still sampled."""
-    samplers: tuple[tuple[str, Layout], ...] = ()
-    """Layouts, by role, of the models with which the trainer samples or validates."""
-    partial_models: tuple[tuple[str, bool, Layout], ...] = ()
-    """Models, by role and whether they sample, that only the ranks with rows in these layouts have."""
+    models: tuple[tuple[str, bool, Layout], ...] = ()
+    """Layout of each model, by role and whether it is that of the engine which samples: ranks whose share has 0 rows
+    have nothing of it."""
     groups: tuple[Group, ...] = ()
     """Empty in sync mode. Else this plan only describes the whole, and each rank runs the plan of its group."""
     host_memory: tuple[MemoryItem, ...] = ()  # of a machine, beside that of its ranks
@@ -218,15 +217,8 @@ class Plan:
         return sum(group.replicas for group in self.groups if group.kind == ROLLOUT)
 
     def layout_of(self, role: str, samples: bool) -> Layout:
-        """Return how ranks together hold a role's model, in the engine that samples or in the one that trains; those
-        whose share has 0 rows have nothing of it."""
-        parts = {(name, sampler): layout for name, sampler, layout in self.partial_models}
-        if part := parts.get((role, samples)):
-            return part
-        if samples and (held := dict(self.samplers).get(role)):
-            return held
-        return whole([task.layout for task in self.tasks if task.role == role and task.samples == samples
-                      and task.type != "COMPUTE"], self.ranks)
+        """Return how ranks together hold a role's model, in the engine that samples or in the one that trains."""
+        return next(layout for *engine, layout in self.models if engine == [role, samples])
 
     def to_json(self) -> str:
         return json.dumps({"digest": self.digest, **asdict(self)}, indent=1, sort_keys=True)
@@ -273,12 +265,6 @@ class Group:
     @property
     def ranks(self) -> range:
         return range(self.first, self.last + 1)
-
-
-def whole(layouts: list[Layout], ranks: int, first: int = 0) -> Layout:
-    """Return the layout of `ranks` whose model is split as in the first of `layouts`; unsplit if there is none."""
-    single = replace(layouts[0], dp=1, first=first, rows=(), early=False) if layouts else Layout(1, first)
-    return replace(single, dp=ranks // single.width)
 
 
 def proportion(rows: Sequence[int]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ those that sample another. A node that the run file does not name follows anothe
 without settings of its own the role that it copies, on the same ranks. Rows of measured shares stay there for nodes
 without a model.
 
-A model is on the ranks that have rows of any of its engine's nodes (`partial_engines`), if the engine can leave out the
+A model is on the ranks that have rows of any of its engine's nodes (`place_models`), if the engine can leave out the
 others: FSDP without `cp` and `replicas`, and transformers' rollouts. Else those have shares of 0 rows, and their part
 of the model.
 """
@@ -26,7 +26,7 @@ from distflow.config.spec import Spec
 from distflow.contracts.agents import agent_nodes
 from distflow.contracts.forms import ENGINE_TYPES
 from distflow.errors import Diagnostic, did_you_mean
-from distflow.plan import SHARES_OUTERMOST, Layout, RankOrder, proportion, whole
+from distflow.plan import SHARES_OUTERMOST, Layout, RankOrder, proportion
 from planners.splits import check_split
 
 _WHOLE = Layout(1).split
@@ -168,43 +168,27 @@ def _check_replicas(spec: Spec, requests: list[_LayoutRequest], layouts: dict[st
     return list(found.values())
 
 
-def engine_layouts(spec: Spec, roles: list[str], layouts: dict[str, Layout], sampling: set[str],
-                   blocks: Mapping[int, int]) -> dict[tuple[str, bool], Layout]:
-    return {(role, samples): _on_block([layouts[name] for name, node in spec.dag.nodes.items()
-                                        if node.role == role and node.type in ENGINE_TYPES
-                                        and (name in sampling) == samples], blocks)
-            for role in roles for samples in (False, True)}
-
-
-def _on_block(layouts: list[Layout], blocks: Mapping[int, int]) -> Layout:
-    """Return the layout of an engine on all ranks of its nodes' block."""
-    first = layouts[0].first if layouts else 0
-    return whole(layouts, blocks[first], first)
-
-
-def partial_engines(spec: Spec, roles: Collection[str], layouts: Mapping[str, Layout], sampling: Collection[str],
-                    blocks: Mapping[int, int], fused: Collection[str] = ()) -> dict[tuple[str, bool], Layout]:
-    """Return the layouts of the engines that only some ranks have, by role and whether they sample: with 0 rows for
-    the shares of others of the block. `fused`: nodes whose rows go to whichever rank is free."""
-    found = {}
+def place_models(spec: Spec, roles: Collection[str], layouts: Mapping[str, Layout], sampling: Collection[str],
+                 blocks: Mapping[int, int], samplers: Mapping[str, Layout],
+                 fused: Collection[str] = ()) -> dict[tuple[str, bool], Layout]:
+    """Return the layout of each role's model, in the engine that samples and in the other one, by role and whether it
+    samples: on the block of its nodes, with 0 rows for the shares that have nothing of it. `layouts`: of the nodes that
+    these ranks run; `samplers`: of the models with which they sample for other nodes' sake; `fused`: nodes whose rows
+    go to whichever rank is free."""
+    placed = {}
     for role, samples in product(roles, (False, True)):
-        own = [name for name, node in spec.dag.nodes.items() if node.type in ENGINE_TYPES and name in layouts
-               and owner_of(spec, node.role) == owner_of(spec, role) and (name in sampling) == samples]
-        own = [name for name in own if not samples or spec.dag.nodes[name].role == role]
-        model = _on_block([layouts[name] for name in own], blocks)
-        used = {rank for name in own for rank in layouts[name].active_ranks}
+        shared = [name for name in layouts if spec.dag.nodes[name].type in ENGINE_TYPES
+                  and (name in sampling) == samples and spec.dag.nodes[name].role in ({role} if samples else
+                  {other for other in spec.dag.roles if owner_of(spec, other) == owner_of(spec, role)})]
+        own = [layouts[name] for name in shared if spec.dag.nodes[name].role == role]
+        split = replace(own[0], dp=1, rows=(), early=False) if own else Layout(1)
+        model = replace(split, dp=(blocks[split.first] if own else sum(blocks.values())) // split.width)
+        used = {rank for name in shared for rank in layouts[name].active_ranks}
         marks = tuple(int(model.leader(share) in used) for share in range(model.dp))
-        if own and 0 in marks and not set(own).intersection(fused) and can_leave_out(spec, role, samples, model):
-            found[role, samples] = replace(model, rows=marks)
-        elif own and len(blocks) > 1:
-            found[role, samples] = model
-    return found
-
-
-def on_first(roles: Collection[str], ranks: int) -> dict[tuple[str, bool], Layout]:
-    """Return the layouts of frozen roles of which the first of a rollout's `ranks` has the model, as it computes all
-    but samples."""
-    return {(role, False): Layout(ranks, rows=(1, *[0] * (ranks - 1))) for role in roles if ranks > 1}
+        if own and 0 in marks and not fused & {*shared} and can_leave_out(spec, role, samples, model):
+            model = replace(model, rows=marks)
+        placed[role, samples] = samplers.get(role, model) if samples else model
+    return placed
 
 
 def can_leave_out(spec: Spec, role: str, samples: bool, layout: Layout) -> bool:

@@ -131,11 +131,12 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
     blocks = placement.blocks_of(spec, max(ranks, 1)) if training else {0: max(ranks, 1)}
     roles = _engine_roles(spec, own)
     generating = _generating(spec, bound) if _has_sampler(spec, halves, group) else set()
-    some = {} if mistakes else _partial_models(spec, draft, {node: layouts[node] for node in own}, blocks, halves,
-                                               group)
+    held = {node: layouts[node] for node in draft.chain if node in own}
+    if samples and ranks > 1:  # the first rank of a rollout runs all of its chain, and with others samples
+        held |= dict.fromkeys(own - draft.sampling, Layout(ranks, rows=(1, *[0] * (ranks - 1))))
     samplers = halves.samplers if halves and training and generating else {}
-    engines = placement.engine_layouts(spec, roles, layouts, draft.sampling, blocks)
-    engines |= {(role, True): layout for role, layout in samplers.items()} | some
+    engines = placement.place_models(spec, roles, held, draft.sampling, blocks, samplers,
+                                     halves.fused if halves else frozenset())
     rows = {role: _rows_at_once(spec, draft, role, layouts, group) for role in generating}
     kinds = [] if mistakes else memory.of_each_kind(spec, roles, generating, engines, rows, ranks) if not samples else \
         [memory.estimate(spec, roles, generating, engines, rows, False, _validated(spec, draft, group))]
@@ -144,7 +145,7 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
                     *memory.refuse_overflow(spec, items)]:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_position))
     first = next(layouts[node] for node in draft.chain if node in own)
-    if samples:  # the first rank of a rollout runs all of its chain
+    if samples:
         layouts = dict.fromkeys(layouts, next(layouts[node] for node in draft.chain if node in draft.sampling))
     elif group.startswith(INFERENCE) and first.width == 1:  # rows come to where they are read
         layouts = dict.fromkeys(layouts, first)
@@ -161,18 +162,8 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
             of_arriving(tasks, halves, own)
     notes = notes_of(spec, bound, flows, _generating(spec, bound))
     return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, draft.added, items, notes, _inputs(spec), dock,
-                early, tuple(samplers.items()), tuple((*engine, layout) for engine, layout in sorted(some.items())),
+                early, tuple((*engine, layout) for engine, layout in sorted(engines.items())),
                 host_memory=memory.of_snapshots(spec, kinds))
-
-
-def _partial_models(spec: Spec, draft: _Draft, layouts: dict[str, Layout], blocks: Mapping[int, int],
-                    halves: GroupCut | None, group: str) -> dict[tuple[str, bool], Layout]:
-    """Return the layouts of the engines that only some of a group's ranks have, by role and whether they sample."""
-    roles = _engine_roles(spec, layouts)
-    if group == ROLLOUT:
-        return placement.on_first(set(roles) - _generating(spec, draft.bound), blocks[0])
-    fused = halves.fused if halves else ()
-    return placement.partial_engines(spec, roles, layouts, draft.sampling, blocks, fused) if group == TRAINER else {}
 
 
 def _rows_at_once(spec: Spec, draft: _Draft, role: str, layouts: Mapping[str, Layout], group: str) -> int:

@@ -53,7 +53,7 @@ IDEAS_OF_THEIR_OWN = {
     "distflow.data.missing_rows",
     "distflow.weights.transport.tcp", "planners.heterogeneous.efficiency",
     "workers.device", "workers.engines.sglang.weights", "workers.functions.entropy",
-    "workers.fusion", "workers.isolation.sandbox.landlock", "workers.profiler"}
+    "workers.isolation.sandbox.landlock", "workers.profiler"}
 
 Sources = dict[str, str]
 Rule = Callable[[str, ast.Module], Iterator[str]]

@@ -14,7 +14,7 @@ from pathlib import Path
 from distflow.config.command_line import span_of
 from distflow.config.robust import Robust
 from distflow.errors import DistflowError, InvalidInput
-from distflow.plan import INFERENCE, ROLLOUT, Plan
+from distflow.plan import INFERENCE, Plan
 from distflow.recovery.membership import MACHINES, MachineHeartbeat, Membership, MembershipChanged, Rendezvous
 from distflow.recovery.peer_replica import PeerReplica, ring
 from distflow.recovery.replica_server import ReplicaServer
@@ -248,8 +248,7 @@ class ElasticAgent:
 def _check_rollouts(plan: Plan, machines: str, local: int) -> None:
     """Check that no sampling model is split over machines: a machine that leaves would take a part of it along."""
     for group in plan.groups:
-        width = group.plan.ranks if group.name == ROLLOUT else max(
-            (layout.width for _, layout in group.plan.samplers), default=1)
+        width = max(layout.width for _, samples, layout in group.plan.models if samples)
         for first in range(group.first, group.last + 1, width):
             if first // local < (first + width - 1) // local:
                 raise InvalidInput(f"--machines {machines}: ranks {first} to {first + width - 1} sample with one "

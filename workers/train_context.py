@@ -63,6 +63,9 @@ class TrainContext:
         self.trained = {name: role for name, role in self.roles.items() if self.spec.dag.roles[name].trained}
         following = {name: role for name, role in self.roles.items() if self.spec.dag.roles[name].follow}
         self.changing = {**self.trained, **following}
+        self.elsewhere = {name: role for name, role in self.changing.items()
+                          if len(self.plan.layout_of(name, samples=False).active_ranks) < self.plan.ranks}
+        """Roles of which some ranks have no model that trains."""
         self.buffer = Databuffer(self.plan, self.rank, current(), run.wait_limit)
         self.executor = TrainExecutor(self.plan, functions, self.roles, self.rank, status, run.seed)
         self.loader = dataloader(self.spec, self.roles[self.prompted], self.plan.source.share(self.rank),
@@ -181,7 +184,7 @@ class TrainContext:
         if self.supervised:
             metrics.per_rank("changes", self.context.live_config.newest(), self.known_change)
         metrics.per_rank("stop", heartbeat.current().page.stop, 0)
-        for name, role in self.changing.items() if self.plan.partial_models else ():
+        for name, role in self.elsewhere.items():
             metrics.per_rank(_VERSION.format(name), role.version if role.has_engine else -1, 0)
         self.state.report()
         values = self.sink.record(done, self.buffer, self.loader.epoch)
@@ -197,7 +200,7 @@ class TrainContext:
 
     def _learn_versions(self) -> None:
         """Note on ranks without a model of a role which version of its weights the others have now."""
-        for name, role in self.changing.items() if self.plan.partial_models else ():
+        for name, role in self.elsewhere.items():
             role.version = int(max(rank[_VERSION.format(name)][0] for rank in current().of_ranks))
 
     def follow(self, step: int) -> None:

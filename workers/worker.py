@@ -42,7 +42,6 @@ from distflow.telemetry.run_folder import RunFolder
 from distflow.telemetry.run_reader import RunReader, changed_settings
 from distflow.telemetry.trajectories import trajectories
 from planners.check import prompted_role
-from workers.colocated import ColocatedSampling
 from workers.context import RankContext
 from workers.dock_source import DockSource
 from workers.encode import data_file, dataloader, image_encoder_of
@@ -54,10 +53,10 @@ from workers.engines.tp_leader import TPFollowerEngine, TPLeader
 from workers.engines.trainer import schedule_jump
 from workers.engines.weight_updates import WeightUpdates
 from workers.execution import InferenceExecutor
-from workers.fusion import Fusion
 from workers.inference import InferenceContext
 from workers.isolation import scoring
 from workers.loop import infer, rollout, train
+from workers.overlap import ColocatedSampling, Fusion
 from workers.preflight import prove_with_tokenizer
 from workers.preflight.proofs import Preflight
 from workers.roles import build_roles, tokenizer_of

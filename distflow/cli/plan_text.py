@@ -46,7 +46,10 @@ def _chain(plan: Plan, batch: int) -> Iterator[str]:
         own = group.ranks if group.replicas else plan.groups[0].ranks
         yield from _tasks(plan, [task for task in plan.tasks if task.node in nodes], batch, own[0], own[-1],
                           f" ({group.name}{beside})")
-        for role, layout in group.plan.samplers if plan.mode == "semi_sync" else ():
+        sampling = {task.role for task in group.plan.tasks if task.samples}
+        for role, samples, layout in group.plan.models if plan.mode == "semi_sync" and group.name == TRAINER else ():
+            if not samples or role not in sampling:
+                continue
             shared = f", {layout.width} ranks with one model" if layout.width > 1 else ""
             until = "half of a step is there" if plan.rollouts else "a step is there"
             yield f"these ranks sample with `{role}` too, until {until}{shared}"

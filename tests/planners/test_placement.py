@@ -64,7 +64,7 @@ def some(*settings: str, dag: str = "grpo", ranks: int = 3) -> dict[tuple[str, b
     """Shares that have a model, 1, or have none, 0: by role and whether it samples, where not all have it."""
     found = plan(load(dag, None, [*settings]), ranks)
     own = found.groups[0].plan if found.groups else found
-    return {(role, samples): layout.rows for role, samples, layout in own.partial_models}
+    return {(role, samples): layout.rows for role, samples, layout in own.models if layout.rows}
 
 
 def test_a_model_is_on_the_ranks_with_rows_of_any_node_of_its_engine() -> None:

@@ -14,8 +14,8 @@ from distflow.dock.consumers import consumers_of
 from distflow.dock.shard import StorageShardServer
 from distflow.plan import ROLLOUT, TRAINER
 from distflow.telemetry.metrics import Metrics
-from workers.colocated import ColocatedSampling
 from workers.inference import InferenceContext
+from workers.overlap import ColocatedSampling
 from workers.rollout_channel import RolloutChannel
 
 ROWS, PROMPTS, TOKEN, READS = 2, 2, bytes(32), "inference reference"

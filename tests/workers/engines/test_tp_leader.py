@@ -19,12 +19,12 @@ from distflow.data.batch import Ragged
 from distflow.errors import RankMissing
 from distflow.weights.publisher import Publisher
 from distflow.weights.puller import Puller
-from workers.colocated import ColocatedSampling
 from workers.engines.devices import NAMES
 from workers.engines.sampling import TokenLimits
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.tp_leader import TPFollowerEngine, TPLeader
 from workers.engines.weight_updates import WeightUpdates
+from workers.overlap import ColocatedSampling
 from workers.weight_sync import load_if_newer
 
 TOKEN = b"t" * 32
