@@ -14,8 +14,8 @@ rows the rollout's filters drop is known by then: they are dropped before the no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Set
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
 
 from distflow.config.spec import Spec
 from distflow.contracts.forms import ENGINE_TYPES, Contract
@@ -23,7 +23,8 @@ from distflow.errors import Diagnostic
 from distflow.plan import KEEP, REWARD_PARTS, ROLLOUT, SOURCE, TRAINER, Group, Layout, Plan, Task, Transfer
 from planners.check import refusal
 from planners.columns import SHOWN, NodeColumns
-from planners.inference import InferenceCut, check_colocated_roles, check_on_rollouts, cut_inference, why_not
+from planners.inference import check_colocated_roles, check_on_rollouts, check_sync, inference_groups, why_not
+from planners.placement import RankGroup
 from planners.resampling import draws_of
 from planners.transfers import row_bytes
 
@@ -33,48 +34,55 @@ _READABLE = (*SHOWN, REWARD_PARTS)
 
 @dataclass(frozen=True)
 class GroupCut:
-    """Nodes of each group, the columns that cross from each node, and the ranks of each group."""
+    """Groups of a run, the trainer first, and the columns that cross from each node to other groups."""
 
-    nodes: frozenset[str]
-    crossing: dict[str, tuple[str, ...]]
-    fused: frozenset[str]
-    """Trainer nodes that run on prompts as they arrive."""
     chain: tuple[str, ...]
-    trainer: int
-    replicas: int
-    model: Layout
-    """Layout of one rollout's model."""
-    sampling: frozenset[str]
-    inference: tuple[InferenceCut, ...] = ()
+    groups: tuple[RankGroup, ...]
+    crossing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fused: frozenset[str] = frozenset()
+    """Trainer nodes that run on prompts as they arrive."""
+    samplers: Mapping[str, Layout] = field(default_factory=dict)
+    """Layouts of the models with which the trainer samples beside the rollouts, by role."""
 
     @property
-    def samplers(self) -> dict[str, Layout]:
-        """Layouts of the trainer's rollout models, by role: split as in a rollout where that is possible."""
-        shares, rest = divmod(self.trainer, self.model.width)
-        return {} if rest else {role: replace(self.model, dp=shares) for role in sorted(self.sampling)}
+    def trainer(self) -> RankGroup:
+        return self.groups[0]
 
     def owner(self, node: str) -> str:
-        """Return the group that runs a node."""
-        apart = next((each.group for each in self.inference if node in each.nodes), TRAINER)
-        return ROLLOUT if node in self.nodes else apart
+        """Return the name of the group that runs a node."""
+        return next(group.name for group in self.groups if node in group.nodes)
 
-    def own(self, group: str) -> frozenset[str]:
-        return frozenset(node for node in self.chain if self.owner(node) == group)
+    @property
+    def ranks(self) -> dict[str, range]:
+        """The ranks of each kind of group."""
+        found: dict[str, range] = {}
+        for group in self.groups:
+            kind, end = group.name.partition(" ")[0], group.first + group.replicas * group.ranks
+            found[kind] = range(found[kind].start if kind in found else group.first, end)
+        return found
 
 
-def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],
-        ranks: int) -> tuple[GroupCut, list[Diagnostic]]:
+def assign_ranks(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],
+                 ranks: int) -> tuple[GroupCut, list[Diagnostic]]:
+    """Return the groups of a run with their nodes and ranks, in every mode: first the trainer; where there are samplers
+    these; then the frozen roles that have ranks of their own."""
+    begins = {node: asked.first for node, asked in spec.run.layouts.items() if asked.first}
+    if not spec.run.has_samplers:
+        return GroupCut(tuple(chain), (RankGroup(TRAINER, frozenset(chain), 0, ranks, begins=begins),)), \
+            check_sync(spec, ranks)
     sampling = [node for node in chain if node in bound and bound[node].samples]
     nodes, mistakes = _of_rollout(spec, bound, chain, flows, sampling)
-    trainer, model, found = _sizes(spec, sampling, ranks)
+    training, model, found = _sizes(spec, sampling, ranks)
     found += check_on_rollouts(spec, bound, chain, flows, model.width)
     found += check_colocated_roles(spec, bound, chain, flows)
     first = ranks - sum(spec.run.groups.inference_ranks.values())
-    inference, unfit = cut_inference(spec, bound, chain, flows, nodes, first)
-    apart = nodes.union(*(each.nodes for each in inference))
-    trained = {node for node in chain if node in bound} - apart
-    crossing = {node: names for own in (nodes, *(each.nodes for each in inference)) for node in chain if node in own
-                and (names := _crossing(node, own, flows, (KEEP, *_READABLE)))}
+    inference, unfit = inference_groups(spec, bound, chain, flows, nodes, first)
+    replicas = max((first - training) // model.width, 0 if spec.run.trainer_samples_alone else 1)
+    samplers = [RankGroup(ROLLOUT, frozenset(nodes), training, model.width, replicas), *inference]
+    apart = frozenset[str]().union(*(group.nodes for group in samplers))
+    trainer = RankGroup(TRAINER, frozenset(chain) - apart, 0, training, begins=begins)
+    crossing = {node: names for group in samplers for node in chain if node in group.nodes
+                and (names := _crossing(node, group.nodes, flows, (KEEP, *_READABLE)))}
     trains = any(contract.marks.type == "MODEL_TRAIN" for contract in bound.values())
     if not mistakes and not (sampling and trains):
         what = (f"mode {spec.run.mode} has ranks that {'train' if sampling else 'sample'} while others "
@@ -82,15 +90,14 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
         mistakes.append(Diagnostic(what, spec.run_source.location(("mode",)), "Instead:  mode: sync"))
     mistakes += _check_fans(spec, crossing, flows) + _check_colocated(spec, sampling, nodes, chain)
     mistakes += _check_stale(spec, flows, nodes, crossing)
-    replicas = (first - trainer) // model.width if spec.run.trainer_samples_alone else \
-        max((first - trainer) // model.width, 1)
-    fused = frozenset()
+    fused = frozenset[str]()
     if spec.run.fuse and spec.run.on_stale == "wait" and replicas:
-        own = [node for node in chain if node in apart | trained]
+        own = [node for node in chain if node in bound or node in apart]
         fused = _fused(spec, bound, own, flows, apart) - crossing.keys()
-    roles = frozenset(spec.dag.nodes[node].role for node in sampling)
-    halves = GroupCut(frozenset(nodes), crossing, fused, tuple(chain), trainer, replicas, model, roles, inference)
-    return halves, [*mistakes, *found, *unfit]
+    roles = sorted({spec.dag.nodes[node].role for node in sampling}) if spec.run.trainer_samples else ()
+    held = replace(model, dp=training // model.width)
+    return GroupCut(tuple(chain), (trainer, *samplers), crossing, fused, dict.fromkeys(roles, held)), \
+        [*mistakes, *found, *unfit]
 
 
 def _of_rollout(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],
@@ -119,60 +126,62 @@ def _of_rollout(spec: Spec, bound: dict[str, Contract], chain: list[str], flows:
     return nodes, mistakes
 
 
-def joined(trainer: Plan, rollout: Plan, inference: Iterable[Plan], halves: GroupCut, ranks: int) -> Plan:
-    groups = (Group(TRAINER, 0, 1, trainer), Group(ROLLOUT, halves.trainer, halves.replicas, rollout),
-              *(Group(each.group, each.first, each.replicas, plan) for each, plan in zip(halves.inference, inference)))
+def joined(plans: list[Plan], cut: GroupCut, ranks: int) -> Plan:
+    """Return the plan of a run from those of its groups."""
+    groups = tuple(Group(group.name, group.first, group.replicas, plan) for group, plan in zip(cut.groups, plans))
+    trainer = plans[0]
     own = {task.node: task for task in trainer.chain(0)}
     for group in groups[1:]:
         for task in group.plan.chain(0):
             first, dp = (group.first, group.replicas * task.layout.dp) if group.replicas else \
-                (0, halves.trainer // task.layout.width)  # the ranks that train do it
+                (0, trainer.ranks // task.layout.width)  # the ranks that train do it
             own[task.node] = replace(task, layout=replace(task.layout, first=first, dp=dp))
     dock = {move.producer: move for move in trainer.dock}
-    tasks = tuple(replace(task, transfers=tuple(_through(move, task, halves, dock) for move in task.transfers))
-                  for node in halves.chain for task in [own[node]])
-    memory = max((group.plan.memory for group in groups), key=lambda items: sum(item.bytes for item in items))
+    tasks = tuple(replace(task, transfers=tuple(_through(move, task, cut, dock) for move in task.transfers))
+                  for node in cut.chain for task in [own[node]])
+    memory = max((plan.memory for plan in plans), key=lambda items: sum(item.bytes for item in items))
     return replace(trainer, ranks=ranks, tasks=tasks, groups=groups, memory=memory)
 
 
-def of_trainer(tasks: Iterable[Task], halves: GroupCut) -> tuple[Task, ...]:
-    """Return the trainer's tasks. Those of other groups only bring what crosses, and fused ones their outputs."""
-    own = {task.node: task.writes for task in tasks if halves.owner(task.node) == TRAINER}
-    bring = halves.crossing | {node: own[node] for node in halves.fused}
-    return tuple(task if task.node in own and task.node not in halves.fused else
-                 _bringing(task, bring)
-                 for task in tasks if task.node in own or task.node in halves.crossing or task.samples)
+def tasks_of(group: RankGroup, tasks: Iterable[Task], cut: GroupCut) -> tuple[Task, ...]:
+    """Return the tasks of a group. Those of other groups only bring the columns that it reads, and in the trainer those
+    that cross; fused ones bring their outputs."""
+    if group.name == ROLLOUT:
+        return tuple(task for task in tasks if task.node in group.nodes)
+    if group is not cut.trainer:
+        return of_arriving(tasks, cut, group.nodes, group.filters)
+    own = {task.node: task.writes for task in tasks if task.node in group.nodes}
+    bring = {**cut.crossing, **{node: own[node] for node in cut.fused}}
+    return tuple(task if task.node in own and task.node not in cut.fused else _bringing(task, bring)
+                 for task in tasks if task.node in own or task.node in cut.crossing or task.samples)
 
 
-def of_arriving(tasks: Iterable[Task], halves: GroupCut, nodes: frozenset[str]) -> tuple[Task, ...]:
-    """Return the tasks of nodes that run in a group of one role; those of other groups bring what these read."""
+def of_arriving(tasks: Iterable[Task], cut: GroupCut, nodes: frozenset[str],
+                filters: Collection[str]) -> tuple[Task, ...]:
+    """Return the tasks of nodes that run on rows as they come; those of other groups bring what these read, and which
+    rows the `filters` have dropped."""
     wanted = {task.node: {(move.producer, name) for move in task.transfers for name in move.columns}
               for task in tasks if task.node in nodes}
     read = set().union(*wanted.values())
-    filters = next((each.filters for each in halves.inference if nodes == each.nodes), halves.crossing.keys())
     bring = {node: tuple(name for name in names if (node, name) in read or (name == KEEP and node in filters))
-             for node, names in halves.crossing.items()}
+             for node, names in cut.crossing.items()}
     return tuple(task if task.node in nodes else _bringing(task, bring)
-                 for task in tasks if task.node in wanted or task.node in halves.crossing
-                 or (task.node in halves.nodes and task.samples))
+                 for task in tasks if task.node in wanted or task.node in cut.crossing
+                 or (task.samples and cut.owner(task.node) == ROLLOUT))
 
 
-def of_rollout(tasks: Iterable[Task], halves: GroupCut) -> tuple[Task, ...]:
-    return tuple(task for task in tasks if task.node in halves.nodes)
-
-
-def crossings(spec: Spec, halves: GroupCut, flows: dict[str, NodeColumns], bound: dict[str, Contract],
-              group: str) -> tuple[Transfer, ...]:
+def crossings(spec: Spec, cut: GroupCut, flows: dict[str, NodeColumns], bound: dict[str, Contract],
+              group: RankGroup) -> tuple[Transfer, ...]:
     """Return the transfers through the dock, by producer: all of them for the trainer, or those of a group."""
     result = []
-    for node, names in halves.crossing.items():
-        if group not in (TRAINER, halves.owner(node)):
+    for node, names in cut.crossing.items():
+        if group is not cut.trainer and node not in group.nodes:
             continue
         rows, forms = spec.run.data.batch, dict(zip(flows[node].writes, bound[node].returns))
         for repeater in flows[node].out_fan:
             rows *= flows[repeater].repeats
         size = rows * sum(row_bytes(spec, name, forms.get(name, "Tensor")) for name in names)
-        result.append(Transfer(node, names, "dock", size, size // halves.trainer))
+        result.append(Transfer(node, names, "dock", size, size // cut.trainer.ranks))
     return tuple(result)
 
 
@@ -181,7 +190,7 @@ def _bringing(task: Task, columns: dict[str, tuple[str, ...]]) -> Task:
 
 
 def _fused(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],
-           nodes: set[str]) -> frozenset[str]:
+           nodes: Set[str]) -> frozenset[str]:
     """Return the trainer's nodes that need not wait for a step: behind none of its filters and no role's training.
     `chain`: its nodes, and those `nodes` with whose columns a step begins: these also say which rows stay."""
     fused: set[str] = set()
@@ -214,8 +223,8 @@ def _before(node: str, sampling: list[str], flows: dict[str, NodeColumns]) -> bo
     return node in needed
 
 
-def _through(move: Transfer, task: Task, halves: GroupCut, dock: dict[str, Transfer]) -> Transfer:
-    if move.producer == SOURCE or halves.owner(move.producer) == halves.owner(task.node):
+def _through(move: Transfer, task: Task, cut: GroupCut, dock: dict[str, Transfer]) -> Transfer:
+    if move.producer == SOURCE or cut.owner(move.producer) == cut.owner(task.node):
         return move
     crossed = dock[move.producer]
     share = len(move.columns) / len(crossed.columns)

@@ -1,6 +1,6 @@
 """Moves frozen roles from the trainer to ranks of their own, or to the rollout ranks (`groups.inference`).
 
-    {ROLE: N}          N ranks that only infer: `cut_inference` makes them a group with replicas of the model
+    {ROLE: N}          N ranks that only infer: `inference_groups` makes them a group with replicas of the model
     {ROLE: OTHER}      the ranks that another role has so: `check_colocated_roles` checks
     {ROLE: rollout}    the ranks that sample, each with the whole model, or the first of those that share a rollout's:
                        `check_on_rollouts` checks, `groups.py` cuts
@@ -13,8 +13,8 @@ filter ahead of its nodes has dropped it does not compute.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from distflow.config.models import base_of
 from distflow.config.spec import Spec
@@ -23,34 +23,12 @@ from distflow.errors import Diagnostic, did_you_mean
 from distflow.plan import INFERENCE, KEEP, ROLLOUT, SOURCE, Layout
 from planners.check import prompted_role, refusal, role_location
 from planners.columns import NodeColumns
-from planners.placement import can_leave_out
+from planners.placement import RankGroup, can_leave_out
 from planners.resampling import draws_of
 
 
-@dataclass(frozen=True)
-class InferenceCut:
-    """Nodes of a role that is only read, and of roles colocated with it, and the ranks that have `replicas` of their
-    models, from `first` on. `filters`: nodes of the rollouts that have dropped rows by then."""
-
-    role: str
-    nodes: frozenset[str]
-    first: int
-    replicas: int
-    model: Layout
-    filters: frozenset[str] = frozenset()
-
-    @property
-    def group(self) -> str:
-        return f"{INFERENCE} {self.role}"
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of one replica."""
-        return self.model.dp * self.model.width
-
-
-def cut_inference(spec: Spec, bound: Mapping[str, Contract], chain: list[str], flows: Mapping[str, NodeColumns],
-                  rollout: set[str], first: int) -> tuple[tuple[InferenceCut, ...], list[Diagnostic]]:
+def inference_groups(spec: Spec, bound: Mapping[str, Contract], chain: list[str], flows: Mapping[str, NodeColumns],
+                     rollout: set[str], first: int) -> tuple[list[RankGroup], list[Diagnostic]]:
     """Return the groups of `groups.inference`, with ranks from `first` on, in an order in which none waits for a later
     one. `rollout`: the nodes of the rollout group."""
     groups = spec.run.groups
@@ -70,15 +48,15 @@ def cut_inference(spec: Spec, bound: Mapping[str, Contract], chain: list[str], f
     if waiting:
         mistakes.append(refusal(spec, waiting[-1], f"it and {' and '.join(f'`{role}`' for role in waiting[:-1])} read "
                                 "what the other writes, so that each would wait for the other's ranks"))
-    cuts = []
+    found = []
     for role in order:
-        model, found = _model(spec, role, nodes[role])
-        mistakes += found
-        filters = _filters_ahead(spec, chain, flows, nodes[role], rollout)
-        cuts.append(InferenceCut(role, frozenset(nodes[role]), first, 1, model, filters))
-        cuts[-1] = replace(cuts[-1], replicas=max(groups.inference_ranks[role] // cuts[-1].ranks, 1))
-        first += cuts[-1].replicas * cuts[-1].ranks
-    return tuple(cuts), mistakes
+        ranks, unsplit = _replica(spec, role, nodes[role])
+        mistakes += unsplit
+        found.append(RankGroup(f"{INFERENCE} {role}", frozenset(nodes[role]), first, ranks,
+                               max(groups.inference_ranks[role] // ranks, 1),
+                               filters=_filters_ahead(spec, chain, flows, nodes[role], rollout)))
+        first += found[-1].replicas * ranks
+    return found, mistakes
 
 
 def check_colocated_roles(spec: Spec, bound: Mapping[str, Contract], chain: list[str],
@@ -112,11 +90,11 @@ def _host_hint(spec: Spec, role: str, host: str) -> str:
     return f"Instead:  groups: {{inference: {{{role}: {there}}}}}"
 
 
-def with_one_layout(spec: Spec, chain: list[str], nodes: Collection[str]) -> Spec:
-    """Return the settings in which the nodes of a group are laid out as the first of them in the chain that `layouts`
-    names: a rank puts what all of them have written for the same rows."""
+def with_one_layout(spec: Spec, nodes: Sequence[str]) -> Spec:
+    """Return the settings in which the nodes of a group are laid out as the first of them that `layouts` names: a rank
+    puts what all of them have written for the same rows."""
     layouts = spec.run.layouts
-    named = [layouts[node] for node in chain if node in nodes and node in layouts][:1]
+    named = [layouts[node] for node in nodes if node in layouts][:1]
     same = {node: layout for node in nodes for layout in named}
     return replace(spec, run=spec.run.model_copy(update={"layouts": {**layouts, **same}}))
 
@@ -223,16 +201,16 @@ def _ordered(waits_for: dict[str, set[str]]) -> tuple[list[str], list[str]]:
     return [*waits_for] if circle else [*nx.lexicographical_topological_sort(graph, [*waits_for].index)], circle
 
 
-def _model(spec: Spec, role: str, nodes: list[str]) -> tuple[Layout, list[Diagnostic]]:
-    """Return the layout of one replica's model."""
+def _replica(spec: Spec, role: str, nodes: list[str]) -> tuple[int, list[Diagnostic]]:
+    """Return how many ranks have one replica of a role's model."""
     node = next((node for node in nodes if node in spec.run.layouts), None)
     if node is None:
-        return Layout(1), []
+        return 1, []
     asked, ranks = spec.run.layouts[node], spec.run.groups.inference_ranks[role]
-    model = Layout(asked.dp or 1, tp=asked.tp, cp=asked.cp, pp=asked.pp)
-    width, mistakes = model.dp * model.width, []
-    uneven = asked.rows and model.dp == 1
-    if uneven or (model.dp > 1 and model.width > 1):
+    split, dp = asked.tp * asked.cp * asked.pp, asked.dp or 1
+    width, mistakes = dp * split, []
+    uneven = asked.rows and dp == 1
+    if uneven or (dp > 1 and split > 1):
         key = "rows" if uneven else "dp"
         why = "its ranks take prompts as they get free" if uneven else \
             "ranks that only infer either shard a model (dp) or split it, which also divides its memory"
@@ -242,7 +220,7 @@ def _model(spec: Spec, role: str, nodes: list[str]) -> tuple[Layout, list[Diagno
         what = f"role `{role}` has {ranks} ranks of its own, and `layouts` wants its model on {width} of them"
         mistakes.append(Diagnostic(what, role_location(spec, role), f"Instead:  groups: {{inference: {{{role}: "
                                    f"{max(ranks // width, 1) * width}}}}}"))
-    return model, mistakes
+    return width, mistakes
 
 
 def check_sync(spec: Spec, ranks: int) -> list[Diagnostic]:

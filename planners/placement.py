@@ -17,7 +17,7 @@ of the model.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -57,26 +57,39 @@ class _LayoutRequest:
         return self.split, self.order, self.unequal
 
 
-def blocks_of(spec: Spec, ranks: int) -> dict[int, int]:
-    """Return how many of the `ranks` that train a role has whose nodes say so a `first`, by that; 0: all others."""
-    begins = sorted({0, *(asked.first for asked in spec.run.layouts.values() if asked.first < ranks)})
-    return {begin: end - begin for begin, end in zip(begins, [*begins[1:], ranks])}
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks from `first` on that run `nodes`: `replicas` sets of `ranks`, one after the other. `begins`: the first of
+    the ranks that a role has to itself there, by node. `filters`: nodes that have dropped rows before these read them,
+    on ranks that only infer."""
+
+    name: str
+    nodes: frozenset[str]
+    first: int
+    ranks: int
+    replicas: int = 1
+    begins: Mapping[str, int] = field(default_factory=dict)
+    filters: frozenset[str] = frozenset()
+
+    @property
+    def blocks(self) -> dict[int, int]:
+        """How many ranks each role has that has some to itself, by the first of them; 0: all others."""
+        begins = sorted({0, *(begin for begin in self.begins.values() if begin < self.ranks)})
+        return {begin: end - begin for begin, end in zip(begins, [*begins[1:], max(self.ranks, 1)])}
 
 
-def place_nodes(spec: Spec, ranks: int, sampling: set[str], elsewhere: Collection[str] = (),
-                trains: bool = True) -> tuple[dict[str, Layout], list[Diagnostic]]:
-    """Return the layout of each node, and mistakes for those that `ranks` cannot host. `sampling`: the nodes that
-    sample; `elsewhere`: those that another group runs, of which only rows are here; `trains`: whether these are the
-    trainer's ranks."""
-    mistakes, source, blocks = _check_ranks(spec, ranks), spec.run_source, blocks_of(spec, ranks) if trains else {}
+def place_nodes(spec: Spec, group: RankGroup, sampling: set[str]) -> tuple[dict[str, Layout], list[Diagnostic]]:
+    """Return the layout of each node on the ranks of a group, and mistakes for those that they cannot host. Of nodes
+    that other groups run only rows are here. `sampling`: the nodes that sample."""
+    mistakes, source, blocks = _check_ranks(spec, group.ranks), spec.run_source, group.blocks
     for name in spec.run.layouts:
         if name not in spec.dag.nodes:
             what = f"`layouts` names `{name}`, which is not a node of DAG `{spec.dag.name}`"
             where = source.location(("layouts", name), key=True)
             mistakes.append(Diagnostic(what, where, did_you_mean(name, spec.dag.nodes, "Nodes")))
-    requests = [_LayoutRequest(name, "", None, None, None) if name in elsewhere else _request(spec, name, sampling)
-                for name in spec.dag.nodes]
-    mistakes += _check_first(spec, requests, elsewhere, ranks) if trains else []
+    requests = [_request(spec, name, sampling, group.begins.get(name, 0)) if name in group.nodes else
+                _LayoutRequest(name, "", None, None, None) for name in spec.dag.nodes]
+    mistakes += _check_first(spec, requests, group)
     leaders: dict[Any, _LayoutRequest] = {}
     for request in requests:
         if request.engine and request.split is not None:
@@ -88,15 +101,14 @@ def place_nodes(spec: Spec, ranks: int, sampling: set[str], elsewhere: Collectio
         begin = begins.get(_owner(spec, request.engine), request.first if request.first in blocks else 0)
         leader = next((leaders[engine] for engine in _models(spec, request) if engine in leaders
                        and (engine == request.engine or begins.get(_owner(spec, engine), 0) == begin)), request)
-        layout, found = _place(spec, request, leader, ranks if request.node in elsewhere else blocks.get(begin, ranks),
-                               trains)
+        layout, found = _place(spec, request, leader, blocks[begin] if request.node in group.nodes else group.ranks)
         layouts[request.node] = replace(layout, first=begin)
         mistakes += found or (_check_apart(spec, request, begins) if len(blocks) > 1 else [])
-    return layouts, mistakes + _check_replicas(spec, requests, layouts, blocks or {0: ranks})
+    return layouts, mistakes + _check_replicas(spec, requests, layouts, blocks)
 
 
-def _place(spec: Spec, request: _LayoutRequest, leader: _LayoutRequest, ranks: int,
-           trains: bool) -> tuple[Layout, list[Diagnostic]]:
+def _place(spec: Spec, request: _LayoutRequest, leader: _LayoutRequest,
+           ranks: int) -> tuple[Layout, list[Diagnostic]]:
     """Return the layout of a node on `ranks`, whose model is split as the `leader` says, and what is wrong with it."""
     split, found = leader.split or _WHOLE, _check_node(spec, request, leader, ranks)
     if leader is request and request.split and request.engine and not found:
@@ -104,32 +116,31 @@ def _place(spec: Spec, request: _LayoutRequest, leader: _LayoutRequest, ranks: i
     layout = replace(Layout(1), **split, order=leader.order, layers=leader.unequal) if not found else Layout(1)
     shares = max(ranks // layout.width, 1)
     found = found or _check_shares(spec, request, layout, ranks, shares) + _check_environment(spec, request, layout)
-    found = found or ([] if trains and can_leave_out(spec, request.role, False, layout) else
+    found = found or ([] if can_leave_out(spec, request.role, False, layout) else
                       _check_trained(spec, request, layout, ranks, shares))
     rows = proportion(request.rows) if not found else ()
     return replace(layout, dp=min(request.dp or shares, shares), rows=rows), found
 
 
-def _check_first(spec: Spec, requests: list[_LayoutRequest], elsewhere: Collection[str],
-                 ranks: int) -> list[Diagnostic]:
+def _check_first(spec: Spec, requests: list[_LayoutRequest], group: RankGroup) -> list[Diagnostic]:
     """Check that nodes which say the `first` of their ranks run here, on ranks that there are, and agree."""
     mistakes, said = [], {request.node: request for request in requests if request.first}
     for name, request in said.items():
         other = next((each for each in said.values() if request.engine and each.first != request.first
                       and _owner(spec, each.engine) == _owner(spec, request.engine)), None)
         where = spec.run_source.location(("layouts", name, "first"))
-        if request.first >= ranks > 0:
+        if request.first >= group.ranks > 0:
             mistakes.append(Diagnostic(f"the ranks of node `{name}` begin at {request.first}, and those that train are "
-                                       f"0 to {ranks - 1}", where, f"Start more ranks, or  first: {ranks - 1}"))
+                                       f"0 to {group.ranks - 1}", where,
+                                       f"Start more ranks, or  first: {group.ranks - 1}"))
         elif other:
             mistakes.append(Diagnostic(f"nodes `{name}` and `{other.node}` compute with one model, or with one that "
                                        f"follows the other, and `layouts` has them begin at ranks {request.first} and "
                                        f"{other.first}", where, f"Instead:  first: {other.first}"))
-    mistakes += [Diagnostic(f"node `{name}` says the first of its ranks among those that train, and other ranks "
-                            "compute it", spec.run_source.location(("layouts", name, "first")),
-                            "Leave `first` out of it.")
-                 for name in elsewhere if name in spec.run.layouts and spec.run.layouts[name].first]
-    return mistakes
+    return mistakes + [Diagnostic(f"node `{name}` says the first of its ranks among those that train, and other ranks "
+                                  "compute it", spec.run_source.location(("layouts", name, "first")),
+                                  "Leave `first` out of it.")
+                       for name in group.begins if name in spec.dag.nodes and name not in group.nodes]
 
 
 def _check_apart(spec: Spec, request: _LayoutRequest, begins: Mapping[Any, int]) -> list[Diagnostic]:
@@ -219,7 +230,7 @@ def _models(spec: Spec, request: _LayoutRequest) -> list[tuple[str, bool]]:
     return [request.engine, *((name, False) for name in alike if not samples and request.split is None)]
 
 
-def _request(spec: Spec, name: str, sampling: set[str]) -> _LayoutRequest:
+def _request(spec: Spec, name: str, sampling: set[str], first: int) -> _LayoutRequest:
     node, asked = spec.dag.nodes[name], spec.run.layouts.get(name)
     engine = None
     if node.type in ENGINE_TYPES and node.role in spec.dag.roles:
@@ -229,7 +240,7 @@ def _request(spec: Spec, name: str, sampling: set[str]) -> _LayoutRequest:
     return _LayoutRequest(name, node.role, engine, split, asked.dp if asked else None,
                           tuple(asked.rows) if asked else (),
                           asked.order if asked else SHARES_OUTERMOST,
-                          tuple(asked.layers) if asked else (), asked.first if asked else 0)
+                          tuple(asked.layers) if asked else (), first)
 
 
 def _check_node(spec: Spec, request: _LayoutRequest, leader: _LayoutRequest, ranks: int) -> list[Diagnostic]:

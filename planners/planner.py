@@ -13,23 +13,16 @@ from distflow.config.spec import Spec
 from distflow.contracts.agents import agent_nodes
 from distflow.contracts.forms import ENGINE_TYPES, Contract
 from distflow.errors import Diagnostic, InvalidInput
-from distflow.plan import INFERENCE, ROLLOUT, SOURCE, TRAINER, Layout, Plan, Task
+from distflow.plan import ROLLOUT, SOURCE, Layout, Plan, Task
 from planners import columns, memory, order, placement, settings, transfers
 from planners.check import bind, check_faults, check_profile, check_temperatures, model_roles, notes_of, prompted_role
 from planners.columns import NodeColumns
 from planners.follow import check_layouts
-from planners.groups import (
-    GroupCut,
-    crossings,
-    cut,
-    joined,
-    of_arriving,
-    of_rollout,
-    of_trainer,
-)
-from planners.inference import check_sync, with_one_layout
+from planners.groups import GroupCut, assign_ranks, crossings, joined, of_arriving, tasks_of
+from planners.inference import with_one_layout
 from planners.learning import check_learning
 from planners.lengths import check_lengths
+from planners.placement import RankGroup
 from planners.resampling import after_drawing, draws_of
 
 _MOST_RANKS = 65_536
@@ -41,21 +34,14 @@ def plan(spec: Spec, ranks: int) -> Plan:
     if ranks > _MOST_RANKS:
         raise InvalidInput(f"{ranks:,} ranks are more than a run may have, which is {_MOST_RANKS:,}")
     draft = _draft(spec)
-    if spec.run.mode == "sync":
-        mistakes = check_faults(spec, {TRAINER: range(ranks)}) + check_sync(spec, ranks)
-        return _lay_out(spec, replace(draft, mistakes=[*draft.mistakes, *mistakes]), ranks)
-    halves, mistakes = cut(spec, draft.bound, draft.chain, draft.flows, ranks)
-    first = ranks - sum(spec.run.groups.inference_ranks.values())
-    apart = {ROLLOUT: range(halves.trainer, first)}
-    apart |= {INFERENCE: range(first, ranks)} if halves.inference else {}
-    mistakes += check_faults(spec, {TRAINER: range(halves.trainer), **apart})
+    cut, mistakes = assign_ranks(spec, draft.bound, draft.chain, draft.flows, ranks)
+    mistakes += check_faults(spec, cut.ranks)
     draft = replace(draft, mistakes=[*draft.mistakes, *mistakes])
-    trainer = _lay_out(spec, draft, halves.trainer, halves)
-    rollout = _lay_out(spec, draft, halves.model.width, halves, ROLLOUT)
-    inference = [_lay_out(with_one_layout(spec, draft.chain, each.nodes), draft, each.ranks, halves, each.group)
-                 for each in halves.inference]
-    held = (*memory.of_dock(spec, trainer.dock), *trainer.host_memory)
-    return replace(joined(trainer, rollout, inference, halves, ranks), host_memory=held)
+    plans = [_lay_out(spec, draft, cut, group) for group in cut.groups]
+    if len(plans) == 1:
+        return plans[0]
+    held = (*memory.of_dock(spec, plans[0].dock), *plans[0].host_memory)
+    return replace(joined(plans, cut, ranks), host_memory=held)
 
 
 def roles_apart(spec: Spec) -> list[str]:
@@ -87,7 +73,7 @@ def _accepted(spec: Spec, wanted: Mapping[str, dict[str, Any]]) -> list[str]:
     def mistakes(inference: dict[str, Any]) -> int:
         groups = spec.run.groups.model_copy(update={"inference": inference, "rollout": 1})
         own = replace(spec, run=spec.run.model_copy(update={"groups": groups, "layouts": {}}))
-        return len(cut(own, draft.bound, draft.chain, draft.flows, 3)[1])
+        return len(assign_ranks(own, draft.bound, draft.chain, draft.flows, 3)[1])
 
     least = mistakes({})
     return [role for role, groups in wanted.items() if mistakes(groups) <= least]
@@ -122,74 +108,70 @@ def _draft(spec: Spec) -> _Draft:
                                                        *check_lengths(spec, bound)])
 
 
-def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = None, group: str = TRAINER) -> Plan:
-    """Return the plan of ranks that run the whole DAG together, or of one group."""
-    bound, flows, training, samples = draft.bound, draft.flows, group == TRAINER, group == ROLLOUT
-    own = halves.own(group) if halves else frozenset(draft.chain)
-    elsewhere = frozenset(draft.chain) - own
-    layouts, mistakes = placement.place_nodes(spec, ranks, draft.sampling, elsewhere, training)
-    blocks = placement.blocks_of(spec, max(ranks, 1)) if training else {0: max(ranks, 1)}
+def _lay_out(spec: Spec, draft: _Draft, cut: GroupCut, group: RankGroup) -> Plan:
+    """Return the plan of a group of ranks."""
+    bound, flows, ranks, trains = draft.bound, draft.flows, group.ranks, group is cut.trainer
+    own, samples = [node for node in draft.chain if node in group.nodes], group.name == ROLLOUT
+    if not (trains or samples):
+        spec = with_one_layout(spec, own)
+    layouts, mistakes = placement.place_nodes(spec, group, draft.sampling)
     roles = _engine_roles(spec, own)
-    generating = _generating(spec, bound) if _has_sampler(spec, halves, group) else set()
-    held = {node: layouts[node] for node in draft.chain if node in own}
+    generating = {spec.dag.nodes[node].role for node in draft.sampling & group.nodes}
+    generating |= cut.samplers.keys() if trains else set()
+    held = {node: layouts[node] for node in own}
     if samples and ranks > 1:  # the first rank of a rollout runs all of its chain, and with others samples
-        held |= dict.fromkeys(own - draft.sampling, Layout(ranks, rows=(1, *[0] * (ranks - 1))))
-    samplers = halves.samplers if halves and training and generating else {}
-    engines = placement.place_models(spec, roles, held, draft.sampling, blocks, samplers,
-                                     halves.fused if halves else frozenset())
-    rows = {role: _rows_at_once(spec, draft, role, layouts, group) for role in generating}
+        held |= dict.fromkeys(group.nodes - draft.sampling, Layout(ranks, rows=(1, *[0] * (ranks - 1))))
+    engines = placement.place_models(spec, roles, held, draft.sampling, group.blocks, cut.samplers if trains else {},
+                                     cut.fused)
+    rows = {role: _rows_at_once(spec, draft, role, layouts, trains) for role in generating}
     kinds = [] if mistakes else memory.of_each_kind(spec, roles, generating, engines, rows, ranks) if not samples else \
-        [memory.estimate(spec, roles, generating, engines, rows, False, _validated(spec, draft, group))]
+        [memory.estimate(spec, roles, generating, engines, rows, False, _validated(spec, draft))]
     items = max(kinds, key=memory.needed, default=())
     if mistakes := [*draft.mistakes, *mistakes, *check_layouts(spec, engines, draft.sampling),
                     *memory.refuse_overflow(spec, items)]:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_position))
-    first = next(layouts[node] for node in draft.chain if node in own)
+    first = layouts[own[0]]
     if samples:
         layouts = dict.fromkeys(layouts, next(layouts[node] for node in draft.chain if node in draft.sampling))
-    elif group.startswith(INFERENCE) and first.width == 1:  # rows come to where they are read
+    elif not trains and first.width == 1:  # rows come to where they are read
         layouts = dict.fromkeys(layouts, first)
     source = _source_layout(draft.chain, flows, layouts)
     tasks = _tasks(spec, draft, layouts, source)
-    dock = crossings(spec, halves, flows, bound, group) if halves else ()
+    dock = crossings(spec, cut, flows, bound, group)
     early = None
-    if halves and training and halves.fused:
-        early = Plan(spec.dag.name, spec.run.mode, ranks, of_arriving(tasks, halves, halves.fused), source, dock=dock)
-        early_layouts = {node: replace(layouts[node], early=True) for node in halves.fused}
+    if trains and cut.fused:
+        early = Plan(spec.dag.name, spec.run.mode, ranks, of_arriving(tasks, cut, cut.fused, cut.crossing), source,
+                     dock=dock)
+        early_layouts = {node: replace(layouts[node], early=True) for node in cut.fused}
         tasks = _tasks(spec, draft, layouts | early_layouts, source)
-    if halves:
-        tasks = of_trainer(tasks, halves) if training else of_rollout(tasks, halves) if samples else \
-            of_arriving(tasks, halves, own)
     notes = notes_of(spec, bound, flows, _generating(spec, bound))
-    return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, draft.added, items, notes, _inputs(spec), dock,
-                early, tuple((*engine, layout) for engine, layout in sorted(engines.items())),
+    return Plan(spec.dag.name, spec.run.mode, ranks, tasks_of(group, tasks, cut), source, draft.added, items, notes,
+                _inputs(spec), dock, early, tuple((*engine, layout) for engine, layout in sorted(engines.items())),
                 host_memory=memory.of_snapshots(spec, kinds))
 
 
-def _rows_at_once(spec: Spec, draft: _Draft, role: str, layouts: Mapping[str, Layout], group: str) -> int:
+def _rows_at_once(spec: Spec, draft: _Draft, role: str, layouts: Mapping[str, Layout], trains: bool) -> int:
     """Return the most rows that a rank samples at a time with a role: those of a step, or of a validation, that it has,
     unless agents and clients ask for as many as they like. Where groups are cut, one may have all rows of a step, with
     those of the steps before it that are still sampled."""
     settings = spec.settings_of(role)
     most = settings.generation.batch_rows if settings else 1
     nodes = [node for node in draft.sampling if spec.dag.nodes[node].role == role]
-    validates = group == TRAINER and spec.run.trainer_validates
+    validates = trains and spec.run.trainer_validates
     if (validates and spec.validated is None) or spec.run.training_api or agent_nodes(spec) & {*nodes}:
         return most
     rows = 1
     for node in nodes:
         layout, repeats = layouts[node], (draft.flows[each].repeats for each in draft.flows[node].out_fan)
-        part = max(map(layout.part, layout.active_shares)) if spec.run.mode == "sync" else \
-            1 + spec.run.staleness
+        part = 1 + spec.run.staleness if spec.run.has_samplers else max(map(layout.part, layout.active_shares))
         rows = max(rows, math.ceil(spec.run.data.batch * part) * math.prod(repeats),
                    math.ceil((spec.validated or 0) * part) if validates else 0)
     return min(most, rows)
 
 
-def _validated(spec: Spec, draft: _Draft, group: str) -> str | None:
-    """Return the role that a group which samples also validates."""
-    validates = group == ROLLOUT and spec.run.rollouts_validate
-    return prompted_role(spec, [spec.dag.nodes[node] for node in draft.chain]) if validates else None
+def _validated(spec: Spec, draft: _Draft) -> str | None:
+    """Return the role that ranks which only sample validate."""
+    return prompted_role(spec, [spec.dag.nodes[node] for node in draft.chain]) if spec.run.rollouts_validate else None
 
 
 def _engine_roles(spec: Spec, own: Collection[str]) -> list[str]:
@@ -201,11 +183,6 @@ def _tasks(spec: Spec, draft: _Draft, layouts: dict[str, Layout], source: Layout
     moved: transfers.Moved = set()
     tasks = tuple(_task(spec, node, draft.bound[node], draft.flows, layouts, source, moved) for node in draft.chain)
     return transfers.replicated(tasks, source)
-
-
-def _has_sampler(spec: Spec, halves: GroupCut | None, group: str) -> bool:
-    """Return whether these ranks have a rollout engine."""
-    return not halves or group == ROLLOUT or (group == TRAINER and spec.run.mode != "async")
 
 
 def _position(mistake: Diagnostic) -> tuple[str, int]:

@@ -487,14 +487,25 @@ class Run(Document):
         return sys.maxsize if self.samples == "all" else 16
 
     @property
-    def trainer_validates(self) -> bool:
-        """Whether ranks that train answer the validation, and need an engine that samples for it."""
-        return self.validation is not None and (self.mode == "sync" or self.trainer_samples_alone)
+    def has_samplers(self) -> bool:
+        """Whether prompts are sampled ahead of the steps that train on them, by ranks that only sample or by the
+        trainer's in turns. Without samplers the trainer's chain samples the prompts of its step."""
+        return self.mode != "sync"
+
+    @property
+    def trainer_samples(self) -> bool:
+        """Whether ranks that train are samplers too, in turns."""
+        return self.mode == "semi_sync"
 
     @property
     def trainer_samples_alone(self) -> bool:
-        """Whether no rank only samples, in a mode whose samples may be of older weights."""
-        return self.mode == "semi_sync" and self.groups.rollout == 0
+        """Whether no rank only samples, though there are samplers."""
+        return self.trainer_samples and self.groups.rollout == 0
+
+    @property
+    def trainer_validates(self) -> bool:
+        """Whether ranks that train answer the validation, and need an engine that samples for it."""
+        return self.validation is not None and (not self.has_samplers or self.trainer_samples_alone)
 
     @property
     def rollouts_validate(self) -> bool:
@@ -504,7 +515,7 @@ class Run(Document):
     @property
     def least_rollouts(self) -> int:
         """How many rollouts must work at least: one, where no other rank samples, or validates."""
-        return 0 if self.mode == "semi_sync" and not self.rollouts_validate else 1
+        return 0 if self.trainer_samples and not self.rollouts_validate else 1
 
     @field_validator("log")
     @classmethod
