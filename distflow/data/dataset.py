@@ -416,9 +416,9 @@ class JsonLines:
         """Return whether the file is one list, which begins in its first line, or an object that does not end there."""
         with self.path.open("rb") as file:
             _, start, end = self.spans[0].tolist()
-            file.seek(start)
-            first = file.read(min(end - start, _BLANK)).removeprefix(codecs.BOM_UTF8).strip()
-        return first == b"{" or (first.startswith(b"[") and (len(self) == 1 or first in (b"[", b"[{")))
+            first = _bytes(file, start, min(start + _BLANK, end)).removeprefix(codecs.BOM_UTF8).strip()
+            ends = _bytes(file, max(start, end - _BLANK), end).rstrip().endswith(b"]")
+        return first == b"{" or (first.startswith(b"[") and (len(self) == 1 or not ends))
 
     def __len__(self) -> int:
         return len(self.spans)

@@ -22,6 +22,8 @@ Record = dict[str, Any]
 QUESTION, ANSWER = (str(Data.model_fields[name].default) for name in ("question", "answer"))
 OF_QUESTIONS = ("system", "system_prompt", "context", "passage")
 """Fields by whose names their text belongs to the question."""
+SCORES = ("score_chosen", "score_rejected")
+"""Fields by whose names they say how good the answers of a pair are."""
 _ABSENT = object()
 _TURNS = (("role", "content"), ("role", "tool_calls"), ("from", "value"), ("from", "content"))
 """Pairs of keys by one of which a mapping is a message."""
@@ -92,7 +94,7 @@ def reader_of(data: Data) -> Callable[[Record], Record]:
                 result[ANSWER] = _walk(record, form.answer)
         for name in texts:
             if isinstance(value := result.get(name), str | list | dict):
-                result[name] = as_messages(value)
+                result[name] = as_messages(_with_mask(value, record) if name == data.question else value)
         if (form and form.input) or (form.question if form else data.question) == _SHAREGPT_FIELD:
             result[data.question] = _with_context(result.get(data.question), record)
         if isinstance(answer := result.get(data.answer), list) and answer and all(map(_is_number, answer)):
@@ -103,6 +105,23 @@ def reader_of(data: Data) -> Callable[[Record], Record]:
         return result
 
     return read
+
+
+def _with_mask(value: Any, record: Record) -> Any:
+    """Return messages with what the record's `loss_mask` says of each, as LLaMA-Factory has it: 1 if it is learned. The
+    system's may be left out. Raises InvalidInput: it is none, or parts of a message are not to be learned."""
+    turns = [turn for turn in value if isinstance(turn, dict)] if isinstance(value, list) else []
+    if any(turn.get("train_detail") for turn in turns):
+        raise InvalidInput(Diagnostic("a message has `train_detail`, by which parts of it are not learned; a message "
+                                      "is learned whole, or not at all", None, 'Take it out, or write  "train": false'))
+    mask = record.get("loss_mask") if turns and len(turns) == len(value) else None
+    if not isinstance(mask, list):
+        return value
+    system = int(len(mask) == len(turns) - 1 and _role(_own_role(turns[0]) or turns[0].get("from")) == "system")
+    if len(mask) + system != len(turns) or not all(flag in (0, 1) for flag in mask):
+        raise InvalidInput(Diagnostic(f"field `loss_mask` must have 0 or 1 for each of the {len(turns)} messages, not "
+                                      f"{abbreviated(mask)}"))
+    return [*turns[:system], *({**turn, "loss_mask": flag} for turn, flag in zip(turns[system:], mask))]
 
 
 def _with_context(asked: Any, record: Record) -> Any:
@@ -235,7 +254,7 @@ def columns_of(data: Data, names: list[str]) -> list[str] | None:
         return None
     fields += [data.question, data.answer, *filter(None, (data.tools, data.images))]
     fields += [field for form in forms for field in form.fields] + ["history"] * bool(forms)
-    fields += ["tools", "label", *OF_QUESTIONS]  # of which notes speak
+    fields += ["loss_mask", "tools", "label", *SCORES, *OF_QUESTIONS]  # of the most part, notes speak
     return [name for name in names if name in {*map(_column_of(names), fields)}]
 
 

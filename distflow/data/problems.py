@@ -17,7 +17,7 @@ _PYTHON_TEXT = re.compile(r"\s*\[?\s*\{\s*'\w+':.*[\]}]\s*\Z", re.DOTALL)
 _PYTHON = "JSON or a list: Python has written its messages as text; write them by `json.dumps`"
 _TOOLS = 'a list of tools as {"type": "function", "function": {…}}, or JSON text of one'
 ONLY_TEXT = "messages whose parts are all text, since the run file names no field with images"
-LEARNED = ("weight", "loss", "loss_mask", "train", "trainable", "training")
+LEARNED = ("weight", "loss", "loss_mask", "step_loss_mask", "train", "trainable", "training")
 """Names under which a message of the assistant says whether it is learned, as `weight: 0` or `loss: false`."""
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names under which messages have their reasoning: each chat template knows one."""

@@ -66,6 +66,7 @@ def test_unknown_names_list_what_is_shipped(load_it: Callable, says: str) -> Non
                      "iconv -f ISO-8859-1 -t UTF-8 data/latin.jsonl > data/latin-utf8.jsonl")),
     ("utf16.jsonl", ("data/utf16.jsonl: not UTF-8: it begins as UTF-16 does.", "iconv -f UTF-16 -t UTF-8")),
     ("list.json", ("data/list.json:1: this is one JSON document, and data is read as JSON lines", "> data/list.jsonl")),
+    ("list_by_lines.jsonl", ("data/list_by_lines.jsonl:1: this is one JSON document", "> data/list_by_lines-lines.")),
     ("indented.json", ("data/indented.json:1: this is one JSON document", "> data/indented.jsonl")),
     ("packed.jsonl", ("data/packed.jsonl: it is packed by gzip.", "gzip -dc data/packed.jsonl > data/packed-unp")),
     ("not_parquet.parquet", ("data/not_parquet.parquet: not a Parquet file",)),

@@ -107,7 +107,14 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {  # turns of 
     **{f"{name} of an answer that is not learned": (
         {"conversations": [SHAREGPT_CALL[0], {**SHAREGPT_CALL[3], name: value}, *SHAREGPT_CALL[::3]]},
         [ASKED[1], {**SAID, name: value, "weight": 0}, ASKED[1], SAID])
-       for name, value in (("loss", False), ("train", False), ("trainable", 0), ("loss_mask", 0))},
+       for name, value in (("loss", False), ("train", False), ("trainable", 0), ("loss_mask", 0),
+                           ("step_loss_mask", 0))},
+    **{f"a list of what is learned{name}": (
+        {"conversations": [*system, *SHAREGPT_CALL[::3] * 2], "loss_mask": [*mask, 0, 0, 0, 1]},
+        [*system_message, {**ASKED[1], "loss_mask": 0, "weight": 0}, {**SAID, "loss_mask": 0, "weight": 0},
+         {**ASKED[1], "loss_mask": 0, "weight": 0}, {**SAID, "loss_mask": 1}])
+       for name, system, mask, system_message in (
+           ("", [], [], []), (" without the system's", [{"from": "system", "value": "Be brief."}], [], ASKED[:1]))},
 }
 
 
@@ -135,6 +142,10 @@ def test_rejected_answers_are_noted_where_answers_are_imitated(tmp_path):
     ({"conversations": [SHAREGPT_CALL[0], {**SHAREGPT_CALL[1], "value": "add(1, 1)"}, *SHAREGPT_CALL[2:]]}, {},
      "data.jsonl:1: a message of `function_call` must be JSON"),
     ({"messages": [*TURNS, ASKED[1]]}, {}, "Its messages end with the role 'user'"),
+    ({"messages": TURNS, "loss_mask": [0]}, {}, "field `loss_mask` must have 0 or 1 for each of the 3 messages"),
+    ({"messages": TURNS, "loss_mask": [0, 0, 0.5]}, {}, "field `loss_mask` must have 0 or 1"),
+    ({"messages": [*ASKED, {**SAID, "train_detail": [{"begin_offset": 0, "end_offset": 2, "train": False}]}]}, {},
+     "data.jsonl:1: a message has `train_detail`, by which parts of it are not learned"),
     ({"messages": ASKED}, {"question": "messages", "answer": "messages"},
      "field `messages` must be a conversation: a list of messages that ends with an answer of the assistant"),
     ({"prompt": [{"role": "user", "content": "2 + 2?"}], "chosen": TURNS, "rejected": WORSE},

@@ -2,7 +2,7 @@
 
     answers      are not all the same, not a count of the records, not the question and not behind it, and do not end it
     choices      a question that offers letters has one of them as its answer
-    pairs        the chosen and the rejected answer of a record differ
+    pairs        the chosen and the rejected answer of a record differ, and its scores say which is which
     tool calls   have arguments that are JSON, and name a tool of the record
     tools        are shown in the prompts if records have them; so is the text of fields such as `context`
 
@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from distflow.data.forms import OF_QUESTIONS
+from distflow.data.forms import OF_QUESTIONS, SCORES
 from distflow.data.problems import (
     Message,
     Record,
@@ -90,6 +90,11 @@ def _pairs_differ(records: FirstRecords) -> Iterator[FailedProof]:
                 if answer_text(row["chosen"]).strip() == answer_text(row["rejected"]).strip()]
         yield from records.failed(same, " has the same answer as `chosen` and as `rejected`, of which nothing can be "
                                   "learned", "Take such records out of the data.")
+        scores = [tuple(row.get(name) for name in SCORES) for row in records.rows]
+        worse = [index for index, (chosen, rejected) in enumerate(scores) if isinstance(chosen, int | float) and
+                 isinstance(rejected, int | float) and chosen <= rejected and index not in same]
+        yield from records.failed(worse, " has a `score_chosen` that is not above its `score_rejected`", "Take such "
+                                  "records out of the data, or exchange the answers.", doubt=True)
 
 
 def _tool_calls_can_be_read(records: FirstRecords) -> Iterator[FailedProof]:

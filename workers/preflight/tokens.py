@@ -1,6 +1,7 @@
 """Proves that the first records become the tokens that were meant, in the first worker, whose tokenizer is loaded.
 
     rendered     the chat template renders each record, with the text of each of its messages
+    texts        have no token by which the template divides messages
     prompts      end where an answer begins: the template writes nothing more in front of an answer
     targets      have the text and the calls of each learned answer, and its end, behind the prompt that is asked
     turns        what stands between two answers of a conversation is the template's own rendering, too
@@ -176,8 +177,8 @@ class _TokenTrial:
     def proofs(self) -> Iterator[FailedProof]:
         why = next(iter(self.refused.values()), "")
         yield from self.given.failed([*self.refused], f" is refused by the chat template: {why}", doubt=False)
-        for proof in (self._messages, self._prompts, self._targets, self._turns, self._vocabulary, self._characters,
-                      self._lengths, self._openings) if self.rendered else ():
+        for proof in (self._messages, self._texts, self._prompts, self._targets, self._turns, self._vocabulary,
+                      self._characters, self._lengths, self._openings) if self.rendered else ():
             yield from proof()
 
     def _failed(self, holds: Callable[[_Rendered], Any], what: Callable[[_Rendered], str] = lambda _: "",
@@ -197,6 +198,20 @@ class _TokenTrial:
         yield from self._failed(_dropped_call, lambda each: f": of {shortened(_dropped_call(each))}",
                                 "Take a template that writes `tool_calls`.",
                                 "the chat template leaves out a tool call of the question of ", doubt=True)
+
+    def _texts(self) -> Iterator[FailedProof]:
+        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        written = _EMPTY_TAGS.sub("", render_whole(self.tokenizer, talk, **self.options))
+        own = [str(token) for token in self.tokenizer.added_tokens_decoder.values()
+               if token.special and str(token) in written]
+
+        def within(each: _Rendered) -> str:
+            texts = [content_text(message.get("content")) for message in each.whole]
+            return next((token for token in own for text in texts if token in text), "")
+
+        yield from self._failed(within, lambda each: f" has {shortened(within(each))} in a text, which becomes the "
+                                "token by which the chat template divides messages", "Take it out of the data.",
+                                doubt=True)
 
     def _prompts(self) -> Iterator[FailedProof]:
         yield from self._failed(lambda each: each.header and each.text == each.asked,
@@ -226,6 +241,9 @@ class _TokenTrial:
         yield from self._failed(self._not_learned, lambda each: " has a target without what the assistant says: "
                                 f"{shortened(self._not_learned(each))}", "Learn the last answers alone:  "
                                 "--set data.targets=last" if self.data.targets == "all" else "")
+        yield from self._failed(lambda each: any(map(_says_nothing, self._said(each))), lambda _: " has an answer "
+                                "without a text, of which the end alone is learned", 'Leave it out:  "weight": 0',
+                                doubt=True)
         yield from self._failed(lambda each: each.learned.target[-1] not in self.ends,
                                 lambda _: " has a target without an end")
         if self.data.targets == "last":
@@ -331,6 +349,11 @@ def _lost_thought(each: _Rendered) -> str:
     thoughts = (each.whole[-1].get(name) for name in ("reasoning_content", "reasoning", "thinking"))
     return next((text for text in thoughts if isinstance(text, str) and _dense(mend_text(text)) not in
                  _dense(each.answered)), "")
+
+
+def _says_nothing(message: Message) -> bool:
+    thoughts = any(message.get(name) for name in ("reasoning_content", "reasoning", "thinking"))
+    return not (content_text(message.get("content")).strip() or message.get("tool_calls") or thoughts)
 
 
 def _dropped_call(each: _Rendered) -> str:

@@ -37,6 +37,9 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
                                 "offers the choices A B C, and its answer is `a`"),
     "chosen is rejected": (Task([{**each, "rejected": each["chosen"]} for each in PAIRS], dag="dpo",
                                 data={"columns": ["chosen", "rejected"]}), True, "has the same answer as `chosen`"),
+    "chosen is the worse answer": (Task([{**each, "score_chosen": 5, "score_rejected": 7.0} for each in PAIRS],
+                                        dag="dpo", data={"columns": ["chosen", "rejected"]}), False,
+                                   "has a `score_chosen` that is not above its `score_rejected`"),
     "arguments of a tool are no JSON": (Task([changed(each, arguments="x=1") for each in CALLED]), True,
                                         "arguments are not a JSON object: `x=1`"),
     "tools that no prompt shows": (Task([{**each, "tools": [{"type": "function", "function": {"name": "add"}}]}
@@ -92,6 +95,8 @@ GOOD = {
                                  for a in range(2, 14)], "math"),
     "passages that are shown": Task([{"context": f"{a} is even.", "question": f"{a} is even. Is it?", "answer": "yes"}
                                      for a in range(12)] + [{"context": " ", "question": "3?", "answer": "no"}]),
+    "scored pairs": Task([{**each, "score_chosen": 7, "score_rejected": 5.0} for each in PAIRS], dag="dpo",
+                         data={"columns": ["chosen", "rejected"]}),
     "a reward of one's own": MINE(reward("return float(completion.strip().endswith(answer))")),
     "a reward of lists": MINE(reward("return [float(c.strip() == a) for c, a in zip(completions, answers)]",
                                      arguments="completions: list[str], answers: list[str]")),

@@ -115,6 +115,15 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
                                           tokenizer=tokenizer), False, "another takes its place"),
     "a form that the template begins": (Task(SUMS, "format", tokenizer=partial(tokenizer, THINKS)), True,
                                         "reward: {format: {opened: true}}"),
+    "a template's tokens in texts": (Task([{**each, "question": f"{each['question']}{EOS}{USER}Again?"}
+                                           for each in SUMS], "math", tokenizer=tokenizer), False,
+                                     f"has `{EOS}` in a text, which becomes the token"),
+    "answers with the end that the template writes": (Task([{**each, "answer": f"{each['answer']}{EOS}"}
+                                                            for each in SUMS], tokenizer=tokenizer), False,
+                                                      f"has `{EOS}` in a text"),
+    "answers without a text": (Task([{"messages": [HELLO[0], {"role": "assistant", "content": ""}, *each["question"], {
+        "role": "assistant", "content": each["answer"]}]} for each in ASKED], data={**WHOLE, "targets": "all"},
+        tokenizer=tokenizer), False, "has an answer without a text, of which the end alone is learned"),
     "targets beyond the limit": (Task(ANSWERED, data={"max_target_tokens": 4}, tokenizer=tokenizer), True,
                                  "has a target of more than 4 tokens"),
 }
