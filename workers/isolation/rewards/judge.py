@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from typing import Annotated, Any
@@ -51,6 +52,9 @@ _SCORE = re.compile(
     r"(?P<line>^\W*)?\b(?:(?:final|overall|total)\s+)?(?:score|rating|grade)[\"']?"
     rf"\s*(?:[:：=]|\bis\b|\n|(?=[ \t]+[\d./%]+\s*$))\s*[\"'\[(]*{_NUMBER}", re.IGNORECASE | re.MULTILINE)
 _ALONE = re.compile(rf"\W*?{_NUMBER}\W*")
+_OBJECT = re.compile(r"(?:\A|```\w*\s)\s*(\{.*\})\s*(?:```\s*)?\Z", re.DOTALL)
+_KEY = re.compile(r"(?:(?:final|overall|total)[_ ])?(?:score|rating|grade)", re.IGNORECASE)
+"""The JSON object that a reply is, or ends with in a fence, and the key that has the score in it."""
 
 
 def _wrong(prompt: str = PROMPT, score: str | None = None, cache: str | None = None, max_calls: int | None = None,
@@ -115,6 +119,9 @@ async def judge(completion: str, answer: str, question: str, *,
 def _read_score(reply: str, highest: float) -> float:
     """Return the share of the highest score that a judge gives; raise ValueError if it gives none, or several."""
     said = behind_thoughts(reply) or ""
+    scores = [value for key, value in _object(said).items() if _KEY.fullmatch(key)]
+    if scores:
+        said = " and ".join(["It says", *(f"score: {score}" for score in scores)])
     plain = _MARKUP.sub(" ", _CELL.sub(r"\1: ", _BOX.sub(lambda found: f" {found[1] or found[2]} ", said)))
     found = [*_SCORE.finditer(plain)]
     lines = [match for match in found if match["line"] is not None]
@@ -127,6 +134,13 @@ def _read_score(reply: str, highest: float) -> float:
     if len(set(values)) > 1:
         raise ValueError(f"the judge gave several scores, and none on a line of its own: {said[-200:]!r}")
     return values[0]
+
+
+def _object(said: str) -> dict[str, Any]:
+    """Return the JSON object that a judge answers; an empty one if it answers otherwise."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(found[1], strict=False) if (found := _OBJECT.search(said)) else {}
+    return {}
 
 
 def _share(number: tuple[str | None, ...], highest: float) -> float:
