@@ -105,13 +105,14 @@ class Walk:
         self.buffer = Databuffer(plan, dist.get_rank(), self.metrics)
         self.step, self.seen, self.exchanges = 0, [], 0
         share = plan.source.share(dist.get_rank())
-        self.loader = Dataloader(Drawn(), self.source, batch, 0, share, plan.source)
+        self.loader = Dataloader(Drawn(), lambda records: {}, batch, 0, share, plan.source)
 
-    def source(self, records: list) -> dict[str, ColumnData]:
-        start = self.loader.position - self.loader.batch
-        first = start + self.loader.layout.cut(self.loader.batch, self.loader.share).start
+    def draw(self) -> Batch:
+        """Return the next prompts, with the columns that are read of them."""
+        prompts = self.loader.next()
         names = {column.name for task in self.plan.tasks for column in task.reads if column.producer == SOURCE} - {ROW}
-        return {name: contents(name, self.step, list(range(first, first + len(records)))) for name in names}
+        return prompts.with_columns({name: contents(name, self.step, prompts.ids.tolist()) for name in names}
+                                    if len(prompts) else {})
 
     def run_step(self) -> None:
         for task in self.tasks():
@@ -124,11 +125,11 @@ class Walk:
 
     def tasks(self) -> Iterator[Task]:
         """Yield a step's tasks in order, and again those before a further draw of prompts, as `run_chain` runs them."""
-        self.buffer.start(self.loader.next())
+        self.buffer.start(self.draw())
         for index, task in enumerate(self.plan.tasks):
             yield task
             while task.draws > 1 and not self.buffer.try_finish_draw(task, self.loader.batch):
-                self.buffer.draw_again(self.loader.next())
+                self.buffer.draw_again(self.draw())
                 yield from self.plan.tasks[: index + 1]
 
     def check(self, task: Task, inputs: Batch) -> None:

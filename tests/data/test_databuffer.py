@@ -63,7 +63,7 @@ def at_once(plan: Plan) -> list[str]:
     """Run a step of a plan in which ranks 0-1 and 2-3 have a node each behind `a`, and meet within these nodes."""
     rank, seen = dist.get_rank(), []
     walker, store = Walk(plan, 4), dist.distributed_c10d._get_default_store()
-    walker.buffer.start(walker.loader.next())
+    walker.buffer.start(walker.draw())
     for task in plan.tasks:
         inputs = walker.buffer.take(task)
         walker.check(task, inputs)
@@ -135,7 +135,7 @@ def test_rows_are_shared_out_by_tokens(first):
 def types_on_an_empty_rank() -> None:
     plan = Builder(2, ONE, "i_x t_x d_x").node("a", "i_x t_x d_x", "", TWO).plan()
     walker = Walk(plan, 1)
-    walker.buffer.start(walker.loader.next())
+    walker.buffer.start(walker.draw())
     inputs = walker.buffer.take(plan.tasks[0])
     assert len(inputs) == 1 - dist.get_rank()
     assert inputs["i_x"].values.dtype == torch.float16
@@ -151,7 +151,7 @@ def test_a_rank_without_rows_knows_the_types():
 def take_after_a_loss(plan: Plan, node: str, lost: str) -> str:
     """Run up to `node`, with `lost` ("NODE ids" or "NODE columns") missing; return this rank's error."""
     walker, (loser, what) = Walk(plan, 4), lost.split()
-    walker.buffer.start(walker.loader.next())
+    walker.buffer.start(walker.draw())
     for task in plan.tasks:
         try:
             inputs = walker.buffer.take(task)
