@@ -206,7 +206,7 @@ class Batch:
             from tensordict import TensorDict  # optional
         except ImportError:
             raise InvalidInput("tensordict is not installed:  pip install tensordict") from None
-        return TensorDict({_IDS: self.ids} | {name: _jagged(name, column) for name, column in self.columns.items()},
+        return TensorDict({_IDS: self.ids} | {name: jagged(name, column) for name, column in self.columns.items()},
                           batch_size=[len(self)])
 
     @staticmethod
@@ -310,9 +310,12 @@ def _with_ids(columns: dict[str, ColumnData], rows: int) -> Batch:
     return Batch(ids if isinstance(ids, Tensor) else torch.arange(rows), columns)
 
 
-def _jagged(name: str, column: ColumnData) -> Tensor:
+def jagged(name: str, column: ColumnData) -> Tensor:
+    """Return a column as one tensor, a ragged one jagged, uncopied; torch pads it to its longest row only if that is
+    given. Raises `ColumnError`: it is nested."""
     if isinstance(column, Tensor):
         return column
     if isinstance(column.values, Ragged):
         raise ColumnError(f"column `{name}` is nested; a TensorDict has at most one ragged dimension")
-    return torch.nested.nested_tensor_from_jagged(column.values, column.offsets)
+    least, most = (int(column.lengths.min()), int(column.lengths.max())) if len(column) else (0, 0)
+    return torch.nested.nested_tensor_from_jagged(column.values, column.offsets, min_seqlen=least, max_seqlen=most)

@@ -38,6 +38,8 @@ def test_tensordict_and_back(batch):
 
 def test_a_tensordict_shares_memory():
     batch = Batch(torch.arange(2), {"tokens": Ragged.from_rows([torch.arange(2), torch.arange(3)])})
-    assert batch.to_tensordict()["tokens"].values().data_ptr() == batch["tokens"].values.data_ptr()
+    tokens = batch.to_tensordict()["tokens"]
+    assert tokens.values().data_ptr() == batch["tokens"].values.data_ptr()
+    assert tokens.to_padded_tensor(9).tolist() == [[0, 1, 9], [0, 1, 2]]
     with pytest.raises(ColumnError, match="`turns` is nested"):
         Batch(torch.arange(1), {"turns": Ragged.from_rows([batch["tokens"]])}).to_tensordict()
