@@ -23,6 +23,7 @@ So rows may be produced more than once, and are trained on exactly once.
     shard_state  storage and indexes of one process, and its updates to the others
     shard        server of a shard_state                   process      the same as a child process
     timeouts     explanations of waits that time out       directory    addresses of the shards, in the store
+    transfer_queue, keys   TransferQueue's key-value calls, on shards of their own
 
 A shard whose process or machine is lost begins again with no rows; the trainers restart from their snapshot and enqueue
 its prompts again, which are sampled to the same tokens.

@@ -196,6 +196,12 @@ class DockClient:
         """Make the commits of steps before this one final: their rows leave."""
         self._ask_index({"op": "release_before", "consumer": consumer, "step": step})
 
+    def remove(self, ids: Tensor) -> None:
+        """Remove rows of a dock that has no consumers; what was fetched of them stays."""
+        rows = ids.numpy()
+        self.pool.ask_all([(self.layout.addresses[number], {"op": "remove", "ids": rows[positions].tobytes()}, ())
+                           for number, positions in self.layout.split(rows)])
+
     def status(self) -> list[dict[str, Any]]:
         """Return the figures of each process: rows, bytes moved, its indexes, its clients and their activity."""
         return [self.pool.ask(address, {"op": "status"})[0] for address in self.layout.addresses]

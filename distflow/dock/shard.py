@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy
 
 from distflow.dock.directory import ShardDirectory
-from distflow.dock.errors import DockFull, LeaseLost
+from distflow.dock.errors import DockError, DockFull, LeaseLost
 from distflow.dock.index import SHOWN, ConsumerIndex
 from distflow.dock.selection import DockLayout
 from distflow.dock.shard_state import ClientSession, RowRequest, ShardState
@@ -32,7 +32,7 @@ _WAKE = 0.5  # seconds after which a request that found no room looks again
 _UNANSWERABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 """Errors of a malformed request: answered, or clients would retry for ever."""
 _OPERATIONS = ("configure", "layout", "reserve", "put", "fetch", "fetch_saved", "lease", "peek", "shortage", "require",
-               "renew", "commit", "rollback", "release_before", "updates", "describe_rows", "status")
+               "renew", "commit", "rollback", "release_before", "remove", "updates", "describe_rows", "status")
 T = TypeVar("T")
 Header = dict[str, Any]
 Reply = tuple[Header, list[Any]]
@@ -274,6 +274,13 @@ class StorageShardServer:
     @locked
     def release_before(self, request: ClientRequest) -> Header:
         self.state.release_before(self._index(request).consumer.name, request.header["step"])
+        return {}
+
+    @locked
+    def remove(self, request: ClientRequest) -> Header:
+        if consumers := self.state.configured().consumers:
+            raise DockError(f"rows leave when {', '.join(each.name for each in consumers)} have committed them")
+        self.state.storage.remove(read_ids(request.header["ids"]))
         return {}
 
     def _index(self, request: ClientRequest) -> ConsumerIndex:

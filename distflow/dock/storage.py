@@ -244,6 +244,11 @@ class StorageShard:
         self._remove(slots[numpy.logical_and.reduce(marks)])
         self._compact()
 
+    def remove(self, ids: Ids) -> None:
+        """Remove rows that no consumer waits for."""
+        self._remove(self.rows.find_present(ids))
+        self._compact()
+
     def mark(self, consumer: str, marks: Ids, attempt: int) -> None:
         """Write to rows by which lease, and in which step, they are leased or committed (`ConsumerIndex.marks`)."""
         ids, *values = marks
