@@ -3,21 +3,34 @@ source is read."""
 
 from __future__ import annotations
 
+import ast
+
 from distflow.config.spec import Spec
 from distflow.contracts.definitions import definitions
+from distflow.contracts.modules import body_of, module_file
 from distflow.contracts.read import read_contract
 from distflow.contracts.settings import check_given
 from distflow.errors import Diagnostic, InvalidInput, did_you_mean
 
 SHIPPED = "distflow.recovery.detectors"
-LEARNING = ("distflow.telemetry.learning_policy", "distflow.telemetry.learning_rewards")
+TABLE = "distflow.telemetry.learning_table"
+LEARNING = (TABLE, "distflow.telemetry.learning_policy", "distflow.telemetry.learning_rewards")
+
+
+def learning_detectors() -> set[str]:
+    """Return the detectors of learning: functions under `@detector`, and those that the table's lines begin with."""
+    path = module_file(TABLE)
+    calls = [each for item in (body_of(TABLE, path) if path else ()) for each in ast.walk(item)
+             if isinstance(each, ast.Call) and ast.unparse(each.func) == "Reading"]
+    return {each.name for module in LEARNING for each in definitions(module, "detector")} | \
+        {ast.literal_eval(call.args[0]) for call in calls}
 
 
 def check_detectors(spec: Spec) -> list[Diagnostic]:
     if not spec.run.robust.detectors:
         return []
     known = {each.name: each for module in (SHIPPED, *spec.dag.imports) for each in definitions(module, "detector")}
-    rules = {each.name for module in LEARNING for each in definitions(module, "detector")}
+    rules = learning_detectors()
     mistakes: list[Diagnostic] = []
     for name, values in spec.run.robust.detectors.items():
         path = ("robust", "detectors", name)

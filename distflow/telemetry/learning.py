@@ -4,8 +4,8 @@
     faults_of         what a monitor would have said of a run that is recorded
     main_fault        which of several faults the others follow from
 
-The rules are in `learning_policy` and `learning_rewards`. They read metrics alone, so that all readers come to the
-same result.
+The rules are in `learning_table`, `learning_policy` and `learning_rewards`. They read metrics and settings alone, so
+that all readers come to the same result.
 """
 
 from __future__ import annotations
@@ -14,24 +14,30 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from distflow.telemetry import learning_policy, learning_rewards
-from distflow.telemetry.learning_series import RULES, Evidence, Rows, Series
+from distflow.telemetry.learning_series import RULES, Evidence, Rows, Rule, Series
+from distflow.telemetry.learning_table import explained
 
 __all__ = ["RULES", "learning_policy", "learning_rewards"]  # which fill the table
 
 _SOON = 15  # steps in which a cause may be detected after its symptom
+_TOGETHER = 5  # steps in which faults may begin that begin together
 _SETTLED = 8  # first step of which symptoms are judged: a trial of a few steps says little
 _QUIET = 20  # steps without evidence after which a fault that comes back is a new one
 
 
 @dataclass(frozen=True)
 class LearningFault:
-    """A fault of learning, as one detector names it. step: at which it was detected. rows: which samples show it best:
-    those of `high` or `low` reward, or the `long` ones."""
+    """A fault of learning, as one detector names it. step: at which it was detected."""
 
     detector: str
     step: int
     evidence: Evidence
-    rows: Rows = ""
+    rule: Rule
+
+    @property
+    def rows(self) -> Rows:
+        """Which samples show it best: those of `high` or `low` reward, or the `long` ones."""
+        return self.rule.rows
 
     @property
     def sentence(self) -> str:
@@ -61,15 +67,17 @@ class LearningMonitor:
     def look(self, step: int, metrics: Mapping[str, float]) -> Iterator[LearningFault]:
         """Yield what has begun to go wrong with this step."""
         self.series.add(step, metrics)
-        for name, rule in RULES.items():
-            if self.actions.get(name) == "off" or (evidence := rule.look(self.series)) is None:
-                continue
-            if rule.symptom and step < _SETTLED and evidence.is_finite:
+        for name, rules in RULES.items():
+            seen = [] if self.actions.get(name) == "off" else \
+                [(rule, evidence) for rule in rules if (evidence := rule.look(self.series)) is not None and
+                 (step >= _SETTLED or not rule.symptom or not evidence.is_finite)]
+            if not seen:
                 continue
             begun = step - self.seen.get(name, -_QUIET - 1) > _QUIET
             self.seen[name] = step
             if begun:
-                yield LearningFault(name, step, evidence, rule.rows)
+                rule, evidence = seen[0]
+                yield LearningFault(name, step, explained(self.series, name, evidence), rule)
 
 
 def faults_of(steps: Iterable[Mapping[str, float]], settings: Mapping[str, str] | None = None,
@@ -86,9 +94,14 @@ def actions_of(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def main_fault(faults: Sequence[LearningFault]) -> LearningFault | None:
-    """Return the fault that others probably follow from: the first, unless one that is no symptom comes soon after."""
-    if not faults:
-        return None
-    first = min(faults, key=lambda fault: fault.step)
-    causes = [fault for fault in faults if not RULES[fault.detector].symptom and fault.step <= first.step + _SOON]
-    return min(causes, key=lambda fault: fault.step, default=first)
+    """Return the fault that others probably follow from, of those that are detected soon after the first one. Causes
+    come before symptoms, unless they began later; what is wrong early in a step (see `Origin`) before what follows."""
+    soon = min((fault.step for fault in faults), default=0) + _SOON
+    found = [fault for fault in faults if fault.step <= soon]
+    begun = min((fault.evidence.since for fault in found), default=0) + _TOGETHER
+    causes = [fault for fault in found if fault.evidence.since <= begun and not fault.rule.symptom]
+    return min(causes or [fault for fault in found if fault.rule.symptom] or found, default=None, key=_rank)
+
+
+def _rank(fault: LearningFault) -> tuple[int, int]:
+    return fault.rule.origin, fault.step

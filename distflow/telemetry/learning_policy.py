@@ -7,6 +7,7 @@ from distflow.telemetry.learning_series import (
     RECENT,
     SPIKE_WINDOW,
     Evidence,
+    Origin,
     Series,
     detector,
     middle,
@@ -16,7 +17,7 @@ from distflow.telemetry.learning_series import (
 # The policy
 
 
-@detector(rows="low", symptom=True)
+@detector(rows="low", symptom=True, origin=Origin.POLICY)
 def entropy_collapse(series: Series) -> Evidence | None:
     """The policy becomes certain of what earns no more than before."""
     name, signal = "policy/entropy", "reward/zero_std_groups"
@@ -39,7 +40,7 @@ def entropy_collapse(series: Series) -> Evidence | None:
                     f"{series.lower_rate}", {"before": middle(start), "now": middle(recent), "reward": earned})
 
 
-@detector(symptom=True)
+@detector(symptom=True, origin=Origin.POLICY)
 def entropy_explosion(series: Series) -> Evidence | None:
     """The policy becomes random."""
     name = "policy/entropy"
@@ -59,7 +60,7 @@ def entropy_explosion(series: Series) -> Evidence | None:
                     {"before": middle(start), "now": middle(recent)})
 
 
-@detector(rows="long", symptom=True)
+@detector(rows="long", symptom=True, origin=Origin.POLICY)
 def truncation(series: Series) -> Evidence | None:
     """Many completions are cut off."""
     name = "response/truncated"
@@ -81,7 +82,7 @@ def truncation(series: Series) -> Evidence | None:
                     {"truncated": cut})
 
 
-@detector(rows="long", symptom=True)
+@detector(rows="long", symptom=True, origin=Origin.POLICY)
 def repetition(series: Series) -> Evidence | None:
     """Completions repeat themselves."""
     name = "response/repetition"
@@ -97,7 +98,7 @@ def repetition(series: Series) -> Evidence | None:
                     {"repetition": middle(recent)})
 
 
-@detector(symptom=True)
+@detector(symptom=True, origin=Origin.POLICY)
 def kl_runs_off(series: Series) -> Evidence | None:
     """The policy is far from the reference and moves on."""
     name = "policy/kl_reference"
@@ -131,34 +132,6 @@ def ratio_clipped(series: Series) -> Evidence | None:
                     f"nodes.{node}.with.epochs=1 , or  {series.lower_rate}", {"clipped": middle(recent)})
 
 
-@detector(rows="long")
-def unsampled_trained(series: Series) -> Evidence | None:
-    """Tokens are trained that the policy did not sample."""
-    name = "mismatch/unsampled"
-    recent = series.last(name, 3)
-    if not recent or min(recent) < 0.01:
-        return None
-    return Evidence(series.since(name, lambda share: share > 0.005), name,
-                    f"At least {middle(recent):.0%} of the trained tokens were not sampled by the policy",
-                    "`response_mask` lets tokens through that are not the policy's: padding, parts of the prompt, or "
-                    "what tools answered", "the node that writes `response_mask`: True for sampled tokens alone",
-                    {"share": middle(recent)})
-
-
-@detector(rows="long")
-def end_untrained(series: Series) -> Evidence | None:
-    """Completions are trained without the token that ends them."""
-    name = "response/end_untrained"
-    recent = series.last(name, RECENT)
-    if not recent or min(recent) < 0.9 or series.known("environment/turns"):
-        return None
-    return Evidence(series.since(name, lambda share: share > 0.5), name,
-                    f"The last token of {middle(recent):.0%} of the completions is not trained",
-                    "`response_mask` leaves out the token that ends a completion, so that the policy forgets to end",
-                    "the node that writes `response_mask`: it must be True for the end token too",
-                    {"share": middle(recent)})
-
-
 @detector()
 def mismatch(series: Series) -> Evidence | None:
     """Trainer and rollout disagree about the probability of the same tokens."""
@@ -182,7 +155,7 @@ def mismatch(series: Series) -> Evidence | None:
 # Updates
 
 
-@detector(symptom=True)
+@detector(symptom=True, origin=Origin.OUTCOME)
 def loss_spike(series: Series) -> Evidence | None:
     """A loss or a gradient norm leaps, or is no number."""
     for name in series.names(""):
@@ -293,7 +266,7 @@ def learning_rate(series: Series) -> Evidence | None:
                     {"kl": now[0] if now else 0.0, "learning_rate": rate[0] if rate else 0.0})
 
 
-@detector(rows="high")
+@detector(rows="high", origin=Origin.ADVANTAGE)
 def advantage_sign(series: Series) -> Evidence | None:
     """Advantages do not follow rewards."""
     name = "advantages/reward_correlation"
@@ -317,7 +290,7 @@ def advantage_sign(series: Series) -> Evidence | None:
                     {"correlation": middle(recent)})
 
 
-@detector()
+@detector(origin=Origin.ADVANTAGE)
 def advantage_baseline(series: Series) -> Evidence | None:
     """Advantages of a prompt's samples do not add up to 0, though their baseline is the prompt's."""
     name = "advantages/of_prompts"
@@ -335,7 +308,7 @@ def advantage_baseline(series: Series) -> Evidence | None:
 _OTHER_BASELINES = {"gae", "baseline_advantage", "discounted_advantage", "distillation_advantage", "rank_filter"}
 
 
-@detector()
+@detector(origin=Origin.ADVANTAGE)
 def advantage_scale(series: Series) -> Evidence | None:
     """Advantages are of another size than losses expect, or have no baseline."""
     size, center = series.last("advantages/std", 3), series.last("advantages/mean", 3)
@@ -356,21 +329,6 @@ def advantage_scale(series: Series) -> Evidence | None:
 
 
 @detector()
-def value_head(series: Series) -> Evidence | None:
-    """The critic explains less of the returns than a constant would."""
-    name = "value/explained"
-    recent = series.last(name, 8)
-    if not recent or len(series.known(name)) < 12 or middle(recent) > -0.3:
-        return None
-    return Evidence(series.since(name, lambda value: value < 0), name,
-                    f"The critic explains {middle(recent):.2f} of the variance of returns: less than a constant would",
-                    "the critic does not learn, or too fast: advantages are noise then",
-                    f"roles.critic.learning_rate=1e-5 , and  nodes.{series.update_node}.with.critic_warmup=20  lets it "
-                    "learn first",
-                    {"explained": middle(recent)})
-
-
-@detector()
 def weight_decay(series: Series) -> Evidence | None:
     """The weights shrink noticeably in each step."""
     rates, decay = series.last("learning_rate", 3), series.setting_of_role("weight_decay", 0.0)
@@ -384,16 +342,33 @@ def weight_decay(series: Series) -> Evidence | None:
 @detector()
 def reference_differs(series: Series) -> Evidence | None:
     """The reference is not the policy before it is trained."""
-    name, node = "policy/kl_reference", f"nodes.{series.update_node}.with"
-    known = series.known(name)[:1]
+    node = f"nodes.{series.update_node}.with"
     updates = series.number(f"{node}.epochs", 1) * series.number(f"{node}.mini_batches", 1)
     copied = any(key.endswith(".copy_of") and value == series.trained_role for key, value in series.settings.items())
-    if not known or known[0][0] > 1 or known[0][1] < 0.05 or updates > 1 or not copied or len(series.steps) > 3:
-        return None
-    return Evidence(1, name, f"KL to the reference is {known[0][1]:.2g} nats a token before anything is trained",
-                    "the reference is not the model that is trained, or is asked otherwise: another temperature, "
-                    "template or position, or other weights", "roles.reference={copy_of: "
-                    f"{series.trained_role}}} , and no temperature of its own at its node", {"kl": known[0][1]})
+    lengths = dict(series.known("response/length")[:1])
+    for name in ("policy/kl_reference", "reward/kl"):  # of a token, and of a row before any update
+        step, far = (series.known(name)[:1] or [(0, 0.0)])[0]
+        far = abs(far) / lengths.get(step, 1.0) if name == "reward/kl" else far if updates == 1 else 0.0
+        if step == 1 and far >= 0.05 and copied and len(series.steps) <= 3:
+            return Evidence(1, name, f"KL to the reference is {far:.2g} nats a token before anything is trained",
+                            "the reference is not the model that is trained, or is asked otherwise: another "
+                            "temperature, template or position, or other weights", "roles.reference={copy_of: "
+                            f"{series.trained_role}}} , and no temperature of its own at its node", {"kl": far})
+    return None
+
+
+@detector()
+def optimizer_forgets(series: Series) -> Evidence | None:
+    """The optimizer has lost its moments since the last step."""
+    for name in ("gradient/remembered", "value/gradient/remembered"):
+        before, now = (series.known(name)[-2:] + [(0, 0.0)] * 2)[:2]
+        if now[1] and now[1] <= before[1]:
+            return Evidence(now[0], name, f"The optimizer remembers {now[1]:.0f} updates, and {before[1]:.0f} in the "
+                            "step before", "its state is cleared or made anew (each step, or by a resume without it): "
+                            "every update is as large as the first and follows one batch alone",
+                            "make the optimizer once, and save its state with the model; distflow resume  restores it",
+                            {"before": before[1], "now": now[1]})
+    return None
 
 
 @detector()

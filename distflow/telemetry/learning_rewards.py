@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from operator import lt
 
 from distflow.telemetry.learning_series import (
     FIRST,
     RECENT,
     Evidence,
+    Origin,
     Series,
     detector,
     fall,
@@ -22,7 +21,7 @@ from distflow.telemetry.learning_series import (
 # Rewards
 
 
-@detector(rows="low")
+@detector(rows="low", origin=Origin.REWARD)
 def answers_not_found(series: Series) -> Evidence | None:
     """The reward finds no final answer in nearly all completions, or in many more than before."""
     name = "reward/unanswered"
@@ -45,7 +44,7 @@ def answers_not_found(series: Series) -> Evidence | None:
                     "{math: {strict: false}}", {"unanswered": middle(recent)})
 
 
-@detector(rows="high")
+@detector(rows="high", origin=Origin.POLICY)
 def duplicated_samples(series: Series) -> Evidence | None:
     """The samples of a prompt are copies of each other, though the policy is not certain."""
     name = "response/alike"
@@ -61,7 +60,7 @@ def duplicated_samples(series: Series) -> Evidence | None:
                     {"alike": middle(recent), "entropy": middle(entropy)})
 
 
-@detector(rows="low", symptom=True)
+@detector(rows="low", symptom=True, origin=Origin.POLICY)
 def no_signal(series: Series) -> Evidence | None:
     """In nearly all groups all samples earn the same, or all samples of the last steps do."""
     kind = series.reward.partition("/")[0]
@@ -102,7 +101,7 @@ def _why_no_signal(series: Series, value: float, silent: Sequence[float]) -> tup
     if value < 0.1:
         return ("hardly any completion earns anything: the reward does not find what it looks for, the reference "
                 "answers are wrong, the prompts have another form (template) than the model knows, or the problems are "
-                "too hard",
+                f"too hard{series.own_form}",
                 f"{paid} , or take easier data")
     if max(series.last("reward/std", RECENT) or [1.0]) <= 1e-9:
         return "the reward function pays the same for every completion: an error in it is taken for a verdict", paid
@@ -110,22 +109,7 @@ def _why_no_signal(series: Series, value: float, silent: Sequence[float]) -> tup
             f"{generation}.temperature=1.0, a larger group_size, or easier data")
 
 
-@detector(rows="high")
-def reward_noise(series: Series) -> Evidence | None:
-    """The same completion of a prompt earns now this, now that."""
-    name = "reward/inconsistent"
-    recent = series.last(name, RECENT)
-    if not recent or middle(recent) < 0.25:
-        return None
-    return Evidence(series.since(name, lambda value: value > 0.1), name,
-                    f"{middle(recent):.0%} of the completions that equal another one to their prompt earn something "
-                    "else", "the reward is noise: a judge that contradicts itself, a sandbox that fails now and then, "
-                    "verdicts kept for other completions, or rewards of other rows",
-                    "score one completion several times; a judge wants  temperature 0 , or "
-                    "several verdicts", {"inconsistent": middle(recent)})
-
-
-@detector(rows="low", symptom=True)
+@detector(rows="low", symptom=True, origin=Origin.REWARD)
 def reward_changed(series: Series) -> Evidence | None:
     """The mean reward, or its deviation, leaps within a few steps and stays there."""
     for name in (series.reward, "reward/std"):
@@ -156,7 +140,7 @@ def _pays_more(series: Series) -> bool:
     return bool(recent and before) and max(before) - min(before) < 1e-6 and min(recent) > 1.05 * max(before) > 0
 
 
-@detector(rows="low", symptom=True)
+@detector(rows="low", symptom=True, origin=Origin.OUTCOME)
 def reward_fell(series: Series) -> Evidence | None:
     """The mean reward is lower than before, by more than chance."""
     values = series.known(series.reward)
@@ -170,40 +154,48 @@ def reward_fell(series: Series) -> Evidence | None:
                     {"before": before, "after": after})
 
 
-@detector()
-def reward_failures(series: Series) -> Evidence | None:
-    """Many samples have no reward, or their environment fails."""
-    for name, what in (("reward/failed", "reward"), ("environment/failed", "environment")):
-        failed, samples = series.last(name, 3), series.last("samples", 3)
-        if failed and samples and min(each / max(count, 1.0) for each, count in zip(failed, samples)) > 0.1:
-            share, least = middle(failed) / max(middle(samples), 1.0), 0.1 * middle(samples)
-            return Evidence(series.since(name, partial(lt, least)), name,
-                            f"The {what} fails for {share:.0%} of the samples, which leave the step",
-                            f"the {what} raises or takes too long; the rest of the batch is what it does not fail for, "
-                            "so that the policy learns from a skewed choice",
-                            "the reason is in  events.jsonl  (reward_failed, environment_failed); a longer limit is  "
-                            "nodes.reward.with.limit=600", {"share": share})
-    return None
-
-
-@detector(rows="high")
+@detector(rows="high", origin=Origin.REWARD)
 def reward_hacking(series: Series) -> Evidence | None:
-    """One part of the reward rises while another, or what held-out answers earn, falls."""
-    moved = {name: moves for name in series.parts if (moves := _moves(series, name)) is not None}
-    up = [name for name, (shift, errors) in moved.items() if errors > 4 and shift > 0.1]
-    down = [name for name, (shift, errors) in moved.items() if errors < -2.2 and shift < -0.05]
-    fallen = _held_out_fall(series)
-    if len(series.parts) < 2 or not up or not (down or fallen):
+    """The reward, or one part of it, rises while another part, right answers, or what held-out ones earn, fall."""
+    right, parts = "response/has_answer", series.parts if len(series.parts) > 1 else []
+    moved = {name: moves for name in (*parts, right, series.reward) if (moves := _moves(series, name)) is not None}
+    up = [name for name, (shift, errors) in moved.items() if errors > 4 and shift > 0.1 and name != right]
+    down = [name for name, (shift, errors) in moved.items()
+            if errors < -2.2 and shift < -0.05 and (name in parts or up and name == right)]
+    fallen = _held_out_fall(series) if parts else None
+    if not up or not (down or fallen):
         return None
-    winner = max(up, key=lambda name: moved[name][1])
-    loser = f"part `{min(down, key=lambda name: moved[name][1]).removeprefix('reward/')}`" if down else \
-        f"`{fallen[0] if fallen else ''}`"
+    winner = max(up, key=lambda name: (name in parts, moved[name][1]))
+    loser = min(down, key=lambda name: moved[name][1]) if down else fallen[0] if fallen else ""
+    told = "the share of right answers" if loser == right else \
+        f"part `{loser.removeprefix('reward/')}`" if loser in parts else f"`{loser}`"
     part, begin = winner.removeprefix("reward/"), middle(series.first(winner, 8))
+    what = f"Part `{part}` of the reward" if winner in parts else "The reward"
     return Evidence(series.since(winner, lambda value: value > begin + 0.05), winner,
-                    f"Part `{part}` of the reward rises while {loser} falls",
+                    f"{what} rises while {told} falls",
                     f"reward hacking: `{part}` can be earned without the other, which the policy gives up for it",
                     f"a smaller weight of `{part}`:  nodes.reward.with.reward.{part}=0.1  , or pay it only for "
-                    "completions that are right", {winner: moved[winner][0]})
+                    "completions that are right" if winner in parts else
+                    "a reward that pays for right answers alone: look at what earns most below",
+                    {winner: moved[winner][0]})
+
+
+@detector(rows="low", origin=Origin.REWARD)
+def idle_part(series: Series) -> Evidence | None:
+    """A part of the reward fines every completion, or its form is never met."""
+    for name in series.parts if len(series.parts) > 1 else ():
+        known = [value for _, value in series.known(name)]
+        never = name == "reward/format" and max(known) < 0.02
+        if len(known) < 8 or max(known) - min(known) > 0.02 or not (max(known) < -0.5 or never):
+            continue
+        part = name.removeprefix("reward/")
+        key, value = series.setting(f"nodes.*.with.reward.{part}*")
+        return Evidence(series.steps[0], name,
+                        f"Part `{part}` of the reward is {middle(known):.2g} for every completion",
+                        "nothing that the model writes meets what it asks for"
+                        f"{f' ({key}={value})' if value else ''}: it teaches nothing, and drowns the other parts where "
+                        "its weight is large", f"another target or pattern of `{part}`, or a smaller weight", {})
+    return None
 
 
 def _moves(series: Series, name: str) -> tuple[float, float] | None:
@@ -218,16 +210,16 @@ def _moves(series: Series, name: str) -> tuple[float, float] | None:
 
 
 def _held_out_fall(series: Series) -> tuple[str, int, float, float] | None:
-    """Return the validation that has become worse, since when, its best and its last mean."""
+    """Return the validation that has become worse, the step of its best mean, this mean, and the last one."""
     for name in series.known_names("validation/"):
         known = series.known(name)
-        best = max(known[:-2], key=lambda pair: pair[1], default=(0, 0.0))
-        if best[1] >= 0.1 and max(value for _, value in known[-2:]) <= 0.75 * best[1]:
-            return name, known[-2][0], best[1], known[-1][1]
+        at, best = max(known[:-2], key=lambda pair: pair[1], default=(0, 0.0))
+        if best >= 0.1 and max(value for _, value in known[-2:]) <= 0.75 * best:
+            return name, at, best, known[-1][1]
     return None
 
 
-@detector(rows="long", symptom=True)
+@detector(rows="long", symptom=True, origin=Origin.REWARD)
 def length_hacking(series: Series) -> Evidence | None:
     """Rewards follow lengths, and lengths grow."""
     name, length = "reward/length_correlation", "response/length"
@@ -245,27 +237,46 @@ def length_hacking(series: Series) -> Evidence | None:
 # Data and tools
 
 
-@detector(rows="high", symptom=True)
+@detector(rows="high", symptom=True, origin=Origin.REWARD)
 def held_out_falls(series: Series) -> Evidence | None:
-    """Held-out answers become worse while training earns as much."""
+    """Held-out answers become worse while training does as well as before."""
     fallen = _held_out_fall(series)
     if fallen is None:
         return None
-    name, since, best, now = fallen
-    at = next(step for step, value in series.known(name) if value == best)
-    earned = [value for step, value in series.known(series.reward) if abs(step - at) < 4]
-    if not earned or middle(series.last(series.reward, 4)) < middle(earned) - 0.02:
+    name, at, best, now = fallen
+    goal, sign = series.goal
+    then = [sign * value for step, value in series.known(goal) if abs(step - at) < 4]
+    recent = [sign * value for value in series.last(goal, 4)]
+    if not then or not recent or middle(recent) < middle(then) - 0.02:
         return None
-    return Evidence(since, name, f"`{name}` fell from {best:.3f} to {now:.3f} while the reward in training did not",
-                    "the training reward has the wrong sign: nothing has ever earned more than 0"
-                    if max((each for _, each in series.known("reward/max")), default=1.0) <= 0 else
-                    "the policy learns what earns in training alone: wrong answers in the training data, a reward that "
-                    "can be gamed or pays for the wrong thing, or problems that it knows by heart",
+    return Evidence(at + 1, name, f"`{name}` fell from {best:.3f} to {now:.3f} while `{goal}` in training did not get "
+                    "worse", _why_held_out_falls(series, goal),
                     "compare the completions with their answers; keep the best with  validation.best=true",
                     {"best": best, "now": now})
 
 
-@detector()
+def _why_held_out_falls(series: Series, goal: str) -> str:
+    """Return the probable cause of held-out answers that become worse."""
+    if goal.startswith("preference/"):
+        return ("the pairs prefer what is wrong: `chosen` and `rejected` are swapped, or the labels are noise; or both "
+                "answers become unlikely (the learning rate, a small `beta`)")
+    if goal == "loss":
+        return ("the answers that are learnt are wrong, of other questions, cut off, or of another form than held-out "
+                "ones are judged by; or the model learns them by heart (the learning rate, too many epochs)")
+    least, most = (pick((each for _, each in series.known(f"reward/{end}")), default=1.0)
+                   for end, pick in (("min", min), ("max", max)))
+    if most <= 0:
+        return "the training reward has the wrong sign: nothing has ever earned more than 0"
+    if least < 0 and middle(series.last("reward/std", 8)) < 0.8 * middle(series.first("reward/std", 8)):
+        return (f"a wrong answer costs {-least:g} and none costs nothing: on problems that it may get wrong, no answer "
+                "earns more, and the policy stops answering. Pay wrong and missing answers alike")
+    if (alike := middle(series.first("prompt/same_answer", 8))) > 0.5:
+        return f"{alike:.0%} of a step's prompts have the same answer, which the policy gives to everything"
+    return ("the policy learns what earns in training alone: wrong answers in the training data, mostly the same "
+            "answer there, a reward that can be gamed or pays for the wrong thing, or problems that it knows by heart")
+
+
+@detector(origin=Origin.DATA)
 def data_repeats(series: Series) -> Evidence | None:
     """The same few records come again and again."""
     name = "epoch"
@@ -278,32 +289,7 @@ def data_repeats(series: Series) -> Evidence | None:
                     {"epoch": known[-1][1]})
 
 
-@detector()
-def duplicated_prompts(series: Series) -> Evidence | None:
-    """Many prompts of a step are the same."""
-    return _prompts(series, "prompt/repeated", "of a step's prompts are there twice",
-                    "the training data repeats itself, so that a step learns from few problems",
-                    "distflow validate --prove  names what is there twice; take it out of  data.train")
-
-
-@detector(rows="high")
-def leaking_prompts(series: Series) -> Evidence | None:
-    """Prompts hold their answers."""
-    return _prompts(series, "prompt/has_answer", "of the prompts hold their own answer",
-                    "the answer leaks into the question, so that the policy learns to copy it; nothing is wrong if "
-                    "questions offer their answers to choose from, or quote a text",
-                    "take the answer out of the questions of  data.train , or  robust.detectors.leaking_prompts=off")
-
-
-def _prompts(series: Series, name: str, what: str, cause: str, remedy: str) -> Evidence | None:
-    recent = series.last(name, 3)
-    if not recent or min(recent) < 0.2:
-        return None
-    return Evidence(series.since(name, lambda value: value > 0.1), name, f"{middle(recent):.0%} {what}", cause, remedy,
-                    {"share": middle(recent)})
-
-
-@detector()
+@detector(origin=Origin.DATA)
 def stale_data(series: Series) -> Evidence | None:
     """A step trains on the samples of an earlier one, or the data begins again."""
     name = "response/fingerprint"
@@ -320,7 +306,7 @@ def stale_data(series: Series) -> Evidence | None:
                     "distflow resume  restores both; a loop of your own must save the position", {})
 
 
-@detector(rows="low")
+@detector(rows="low", origin=Origin.REWARD)
 def tool_errors(series: Series) -> Evidence | None:
     """Tools answer with errors, often from the start or more often than before."""
     name = "environment/error_answers"
@@ -336,7 +322,7 @@ def tool_errors(series: Series) -> Evidence | None:
                     {"errors": middle(recent), "before": middle(start)})
 
 
-@detector(rows="low")
+@detector(rows="low", origin=Origin.REWARD)
 def tools_avoided(series: Series) -> Evidence | None:
     """Conversations have fewer turns than at the start."""
     name = "environment/turns"

@@ -1,8 +1,8 @@
 """Metrics of a run's steps as rules read them, and the table of rules.
 
     Series      the metrics of the steps so far
-    RULES       the table, by name; `learning_policy` and `learning_rewards` fill it
-    @detector   puts a rule into the table: a function of a `Series` that returns `Evidence`, or None
+    RULES       rules by detector; `learning_table`, `learning_policy` and `learning_rewards` fill it
+    @detector   adds a rule: a function of a `Series` that returns `Evidence`, or None
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
+from fnmatch import fnmatchcase
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -27,6 +29,7 @@ class Series:
         self.steps: list[int] = []
         self.settings = settings or {}
         self._values: dict[str, list[float | None]] = {}
+        self._keys: dict[str, list[str]] = {}
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         for name in metrics.keys() - self._values.keys():
@@ -41,6 +44,23 @@ class Series:
     def names(self, beginning: str) -> list[str]:
         """Return the metrics of the last step whose names begin so."""
         return [name for name, values in self._values.items() if name.startswith(beginning) and values[-1] is not None]
+
+    def matching(self, pattern: str) -> list[str]:
+        """Return the metrics of the last step whose names a pattern matches."""
+        return [name for name in (self._values if "*" in pattern else [pattern]) if fnmatchcase(name, pattern)
+                and self._values.get(name, [None])[-1] is not None]
+
+    def keys(self, pattern: str) -> list[str]:
+        """Return the settings whose keys a pattern matches and that are not null."""
+        if pattern not in self._keys:
+            self._keys[pattern] = [key for key, value in self.settings.items()
+                                   if fnmatchcase(key, pattern) and value != "null"]
+        return self._keys[pattern]
+
+    def setting(self, pattern: str) -> tuple[str, str]:
+        """Return the first setting that a pattern matches, with its value; the pattern and "" if there is none."""
+        key = next(iter(self.keys(pattern)), "")
+        return (key, self.settings[key]) if key else (pattern, "")
 
     def known_names(self, beginning: str) -> list[str]:
         """Return the metrics of any step whose names begin so, in order."""
@@ -108,6 +128,12 @@ class Series:
         return [int(self.number(key, 0.0)) for key in self.settings if key.endswith(".with.group_size")]
 
     @property
+    def prompts(self) -> float:
+        """Prompts of a step, as far as settings or rows say it."""
+        rows = (self.last("samples", 1) or [0.0])[0]
+        return self.number("data.batch", rows / max(self.group_sizes, default=1))
+
+    @property
     def copies_policy(self) -> bool:
         """Whether a role takes the policy's weights after each step."""
         return any(self.number(f"roles.{key.split('.')[1]}.follow.mix", 1.0) == 1 and value == "1"
@@ -137,10 +163,25 @@ class Series:
         seen = f"hardly any answer is right, and of the held-out ones {held_out:.0%} are: "
         if (heat := self.number(key, 1.0)) > 1:
             return f"{seen}a temperature of {heat:g} makes completions random", f"{key}=1"
-        return (f"{seen}the training prompts have another form (template, instructions) or other reference answers, or "
-                "their reward does not find what it looks for",
+        return (f"{seen}the training prompts have another form (template, instructions) or other reference answers, "
+                f"their reward does not find what it looks for, or they are harder{self.own_form}",
                 "compare a prompt of samples.jsonl with a held-out one (data.train, data.question, data.answer), and "
                 "their rewards")
+
+    @property
+    def own_form(self) -> str:
+        """The settings by which the run reads and forms prompts in its own way, to be said of prompts of another
+        form."""
+        found = [f"`{key}` is {self.settings[key]!r}" for key in map("data.{}".format, _FORM) if
+                 self.settings.get(key, "null") not in ("null", "", "{}", "[]", "false", "last", key[5:])]
+        return f" ({', '.join(found)})" if found else ""
+
+    @property
+    def goal(self) -> tuple[str, int]:
+        """The metric that training improves, and 1, or -1 if less of it is better."""
+        if self.known(self.reward):
+            return self.reward, 1
+        return ("preference/margin", 1) if self.known("preference/margin") else ("loss", -1)
 
     @property
     def window(self) -> int:
@@ -168,9 +209,10 @@ class Series:
         return [name for name in self.names("reward/") if name.count("/") == 1 and name not in NO_PARTS]
 
 
+_FORM = ("question", "answer", "targets", "drop_answer", "system_prompt", "prompt_suffix", "chat_template_kwargs")
 NO_PARTS = frozenset(f"reward/{name}" for name in (
     "mean", "std", "min", "max", "zero_std_groups", "kl", "overlong", "failed", "retried", "timeouts", "seconds",
-    "unanswered", "length_correlation", "inconsistent"))
+    "unanswered", "length_correlation", "answer_correlation", "inconsistent"))
 
 
 def middle(values: Sequence[float]) -> float:
@@ -245,23 +287,41 @@ class Evidence:
         return all(map(math.isfinite, self.figures.values()))
 
 
+class Origin(IntEnum):
+    """Where a fault begins: what is wrong early on shows in all that comes after it."""
+
+    DATA = 0
+    REWARD = 1
+    ADVANTAGE = 2
+    UPDATE = 3
+    POLICY = 4
+    OUTCOME = 5
+
+
 class Rule(NamedTuple):
-    """A rule in the table. rows: which samples show what it detects. symptom: whether that may follow from another
+    """A rule of a detector. rows: which samples show what it detects. symptom: whether that may follow from another
     fault."""
 
     look: Callable[[Series], Evidence | None]
     rows: Rows
     symptom: bool
+    origin: Origin
 
 
-RULES: dict[str, Rule] = {}
-"""The detectors of learning by name."""
+RULES: dict[str, list[Rule]] = {}
+"""The rules of each detector of learning, by its name: the first that sees something is heard."""
 
 
-def detector(rows: Rows = "", symptom: bool = False) -> Callable[..., Callable[[Series], Evidence | None]]:
+def add_rule(name: str, look: Callable[[Series], Evidence | None], *, rows: Rows = "", symptom: bool = False,
+             origin: Origin = Origin.UPDATE) -> None:
+    RULES.setdefault(name, []).append(Rule(look, rows, symptom, origin))
+
+
+def detector(rows: Rows = "", symptom: bool = False,
+             origin: Origin = Origin.UPDATE) -> Callable[..., Callable[[Series], Evidence | None]]:
     """Register a rule by its function's name, see `Rule`."""
     def register(look: Callable[[Series], Evidence | None]) -> Callable[[Series], Evidence | None]:
-        RULES[look.__name__] = Rule(look, rows, symptom)
+        add_rule(look.__name__, look, rows=rows, symptom=symptom, origin=origin)
         return look
 
     return register

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import pytest
 from harness import ROOT
 
+from distflow.contracts.detectors import learning_detectors
 from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
 from distflow.telemetry.learning import LearningFault, faults_of, main_fault
 from distflow.telemetry.learning_series import RULES
@@ -21,7 +22,8 @@ HEALTHY = {"reward/mean": 0.5, "reward/std": 0.45, "reward/zero_std_groups": 0.4
            "reward/inconsistent": 0.0, "advantages/mean": 0.01,
            "mismatch/logprob_mean": 0.002, "mismatch/logprob_late": 0.002, "samples": 64.0, "reward/failed": 0.0,
            "prompt/repeated": 0.0, "prompt/has_answer": 0.0, "value/explained": 0.3, "environment/turns": 2.5,
-           "environment/error_answers": 0.05}
+           "environment/error_answers": 0.05, "environment/same_answers": 0.2, "response/has_answer": 0.5,
+           "reward/answer_correlation": 0.9, "prompt/same_answer": 0.1}
 
 
 def steps_of(count: int, seed: int = 0, first: int = 0, **changed: float) -> list[dict[str, float]]:
@@ -63,6 +65,18 @@ def test_noise_is_no_fault(seed):
     ("advantage_baseline", {"advantages__of_prompts": 0.4}),
     ("tool_errors", {"environment__error_answers": 0.6}),
     ("tools_avoided", {"environment__turns": 1.0}),
+    ("data_lost", {"data__prompts_cut": 60.0}),
+    ("one_answer", {"prompt__same_answer": 0.9}),
+    ("reward_against_answers", {"reward__answer_correlation": -0.9}),
+    ("reward_against_answers", {"reward__answer_correlation": 0.0}),
+    ("pairs_contradict", {"preference__worse_has_answer": 0.5}),
+    ("same_observations", {"environment__same_answers": 1.0}),
+    ("overlong", {"reward__overlong": 1.0}),
+    ("gradient_vanishes", {"grad_norm": 1e-7}),
+    ("empty_answers", {"response__length": 1.0}),
+    ("conversations_cut", {"environment__cut": 60.0}),
+    ("teacher_tail", {"distillation__teacher_tail": 0.7}),
+    ("importance_lost", {"importance__rejected": 0.9}),
 ])
 def test_each_fault_is_named_soon_and_since_its_first_step(detector, changed):
     found = {fault.detector: fault for fault in faults_of(steps_of(40, first=21, **changed))}
@@ -126,7 +140,23 @@ def test_held_out_answers_that_become_worse_while_training_earns_more():
     for step, value in ((10, 0.6), (20, 0.3), (30, 0.25)):
         steps[step - 1]["validation/heldout"] = value
     fault, = faults_of(steps)
-    assert (fault.detector, fault.evidence.since) == ("held_out_falls", 20)
+    assert (fault.detector, fault.evidence.since) == ("held_out_falls", 11), "since the best one"
+
+
+@pytest.mark.parametrize(("goal", "values", "cause"), [
+    ("preference/margin", (0.0, 0.1), "`chosen` and `rejected` are swapped"),
+    ("loss", (3.0, -0.05), "the answers that are learnt are wrong"),
+])
+def test_held_out_falls_reads_the_goal_of_runs_without_rewards(goal, values, cause):
+    start, slope = values
+    steps = [{"step": step, goal: start + slope * step} for step in range(1, 31)]
+    for step, value in ((10, 0.6), (20, 0.3), (30, 0.25)):
+        steps[step - 1]["validation/heldout"] = value
+    fault, = faults_of(steps)
+    assert (fault.detector, fault.step) == ("held_out_falls", 30)
+    assert cause in fault.evidence.cause
+    worse = [line | {goal: start - slope * line["step"]} for line in steps]
+    assert "held_out_falls" not in {each.detector for each in faults_of(worse)}, "training gets worse, too"
 
 
 SETTINGS = {"roles.actor.trained": "true", "roles.actor.weight_decay": "10", "roles.reference.copy_of": "actor",
@@ -158,7 +188,7 @@ def test_faults_of_the_start_that_settings_explain(detector, changed, step):
 ])
 def test_a_policy_at_its_reference_is_told_by_what_keeps_it_there(settings, detector, remedy):
     settings = {"roles.actor.learning_rate": "1e-4", **SETTINGS, "roles.actor.weight_decay": "0", **settings}
-    fault, = faults_of(steps_of(12, policy__kl_reference=0.0), settings)
+    *_, fault = faults_of(steps_of(12, policy__kl_reference=0.0), settings)
     assert (fault.detector, fault.step) == (detector, 8)
     assert remedy in fault.evidence.remedy
 
@@ -204,7 +234,7 @@ def test_detectors_bear_numbers_that_have_no_mean(seed):
 
 def test_a_kl_term_that_outweighs_advantages_is_told_with_its_weight():
     near = {"policy__kl_reference": 0.002, "reward__mean": 0.4}
-    for weight, told in (("100", ["policy_stuck"]), ("0.01", [])):
+    for weight, told in (("100", ["unusual_setting", "policy_stuck"]), ("0.01", [])):
         faults = faults_of(steps_of(20, **near), {**SETTINGS, "roles.actor.weight_decay": "0",
                                                   "nodes.update.with.kl": weight})
         assert [fault.detector for fault in faults] == told
@@ -271,6 +301,84 @@ def test_the_cause_is_the_fault_that_is_no_symptom():
     assert isinstance(main, LearningFault)
     assert main.detector == "advantage_sign"
     assert main_fault([]) is None
+
+
+def test_the_cause_is_what_began_first_and_nearest_to_the_root():
+    steps = steps_of(40, first=21, data__prompts_cut=60.0, advantages__std=20.0, policy__entropy=2.0)
+    main = main_fault(faults_of(steps))
+    assert main is not None
+    assert main.detector == "data_lost"
+    later = [line | {"data/prompts_cut": 60.0 * (line["step"] > 32)} for line in steps]
+    assert {"data_lost", "advantage_scale"} <= {fault.detector for fault in faults_of(later)}
+    main = main_fault(faults_of(later))
+    assert main is not None
+    assert main.detector == "advantage_scale", "what began 12 steps later is no cause"
+
+
+QUIET = {"roles.actor.trained": "true", "nodes.update.function": "policy_update", "nodes.rollout.function": "generate",
+         "nodes.rollout.with.group_size": "8", "roles.actor.learning_rate": "1e-6", "steps": "200"}
+
+
+@pytest.mark.parametrize(("setting", "value", "fix"), [
+    ("roles.actor.learning_rate", "0.1", "roles.actor.learning_rate="),
+    ("roles.actor.betas", "[0.9999, 0.9]", "betas=[0.9, 0.95]"),
+    ("roles.actor.betas", "[0.9, 0.0]", "betas=[0.9, 0.95]"),
+    ("roles.actor.warmup_steps", "5000", "warmup_steps=20"),
+    ("roles.actor.generation.temperature", "0.0", "temperature=1"),
+    ("roles.actor.generation.top_k", "1", "top_k=0"),
+    ("nodes.update.with.clip", "1e-6", "with.clip=0.2"),
+    ("nodes.reward.with.reward.math", "-1.0", "reward.math=1.0"),
+])
+def test_a_setting_that_no_run_learns_with_is_named_with_its_value(setting, value, fix):
+    steps = [line | {"response/alike": 0.2} for line in steps_of(6, first=1000)]
+    assert faults_of(steps, QUIET) == []
+    fault, = faults_of(steps, QUIET | {setting: value})
+    assert (fault.detector, fault.step) == ("unusual_setting", 3)
+    assert f"`{setting}` is {value}" in fault.evidence.what
+    assert fix in fault.evidence.remedy
+
+
+@pytest.mark.parametrize(("path", "rate", "told"), [
+    ("Qwen/Qwen3-8B", "1e-6", False), ("Qwen/Qwen3-8B", "1e-4", True), ("tiny", "1e-4", False), ("tiny", "2e-3", True),
+])
+def test_a_symptom_names_the_setting_that_explains_it(path, rate, told):
+    settings = QUIET | {"roles.actor.model.path": path, "roles.actor.learning_rate": rate}
+    fault, = (each for each in faults_of(steps_of(40, first=21, policy__kl_reference=2.0), settings)
+              if each.detector == "kl_runs_off")
+    assert (f"`roles.actor.learning_rate` is {rate}" in fault.evidence.cause) == told
+
+
+def test_an_optimizer_that_forgets_is_named_at_once():
+    steps = [line | {"gradient/remembered": 2.0 * line["step"]} for line in steps_of(20, first=1000)]
+    assert faults_of(steps) == []
+    steps[11]["gradient/remembered"] = 1.0
+    assert [(fault.detector, fault.step) for fault in faults_of(steps)] == [("optimizer_forgets", 12)]
+
+
+def test_a_reward_that_rises_while_right_answers_fall_is_hacked():
+    steps = [line | {"reward/mean": 0.3 + 0.02 * step, "response/has_answer": 0.6 - 0.012 * step}
+             for step, line in enumerate(steps_of(40, first=1000))]
+    fault = next(fault for fault in faults_of(steps) if fault.detector == "reward_hacking")
+    assert "right answers" in fault.evidence.what
+
+
+def test_a_part_that_fines_everything_is_named_with_its_setting():
+    steps = [line | {"reward/math": 0.5, "reward/length": -1.0} for line in steps_of(12, first=1000)]
+    fault, = faults_of(steps, {"nodes.reward.with.reward.length.target": "3"})
+    assert fault.detector == "idle_part"
+    assert "nodes.reward.with.reward.length.target=3" in fault.evidence.cause
+
+
+def test_a_reference_of_other_weights_is_told_by_a_penalty_in_the_reward():
+    settings = SETTINGS | {"roles.actor.weight_decay": "0"}
+    steps = [line | {"reward/kl": 8.0} for line in steps_of(5, first=1000)]
+    fault, = faults_of([{name: value for name, value in line.items() if name != "policy/kl_reference"}
+                        for line in steps], settings)
+    assert (fault.detector, fault.step) == ("reference_differs", 1)
+
+
+def test_a_run_file_may_name_each_detector():
+    assert learning_detectors() == RULES.keys()
 
 
 def test_each_detector_is_on_the_page():
