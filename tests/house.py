@@ -33,7 +33,7 @@ KINDS = {
                               "workers.engines.tp_leader:TPFollowerEngine", "distflow.launch:main"),
     "sources of a step's rows": ("distflow.data.dataloader:Dataloader", "workers.dock_source:DockSource"),
     "ways to give a role ranks of its own": ("planners.groups:assign_ranks",),
-    "places that validate": ("workers.validation:Validator", "workers.validation_requests:ValidationRequests"),
+    "places that validate": ("workers.validation:Validator",),
     "wire forms of columns": ("distflow.data.columns:ColumnEntry",),
     "plan languages": ("distflow.plan:Plan", "distflow.config.run:Run"),
 }

@@ -78,8 +78,8 @@ def test_rollouts_validate_the_weights_that_the_trainer_would_have(launch, works
     launch(2, *GRPO, VALIDATED, *STRICT, "--name", "apart")
     answers = [(workspace / f"runs/{name}/validation.jsonl").read_text() for name in ("sync", "apart")]
     assert answers[0] == answers[1]
-    assert [(each["asked_after"], each["of_step"]) for each in events_of(workspace / "runs/apart", "validated")] == [
-        (step, step) for step in (0, 2, 4)]
+    assert [(each["of_step"], each["lag"]) for each in events_of(workspace / "runs/apart", "validated")] == [
+        (step, 0) for step in (0, 2, 4)]
     weights = [load_file(workspace / f"runs/{name}/best/model/model.safetensors") for name in ("sync", "apart")]
     assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-5) for name in weights[0])
     assert not list((workspace / "runs/apart").glob("candidates/*"))

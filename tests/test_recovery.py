@@ -190,7 +190,7 @@ def test_others_go_on_and_no_row_is_lost_or_trained_twice(launch, workspace, wri
     deadly = require_all_told(stormy, faults, lambda fault: "group" not in fault or (
         mode == "async" and fault["phase"] != "pulling"))
     require_same_samples(require_each_step_once(stormy), calm)
-    validated = {event["asked_after"] for event in events_of(stormy, "validated")}
+    validated = {event["of_step"] for event in events_of(stormy, "validated")}
     assert validated | {event["of_step"] for event in events_of(stormy, "validation_missing")} == {0, 4, 8, 12}
     assert "validation/held" in lines_of(stormy / "metrics.jsonl")[-1], "of the last step, for which the run waits"
     # Of a rank's first worker it depends on timing whether there is a folder yet to record that it started.

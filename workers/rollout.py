@@ -16,20 +16,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import msgpack
 import torch
-from torch import Tensor
 
 from distflow.contracts.forms import ENGINE_TYPES
 from distflow.data.batch import Batch, Ragged
@@ -40,7 +38,7 @@ from distflow.data.row_filter import concat_non_empty
 from distflow.dock import DockClient, DockError, LeaseLost
 from distflow.dock.consumers import RESULT, VALIDATION
 from distflow.dock.index import Lease
-from distflow.errors import DistflowError, EngineError
+from distflow.errors import DistflowError
 from distflow.plan import KEEP, ROLLOUT, Layout, Plan, RowLineage, Task
 from distflow.rpc.errors import RpcError
 from distflow.store.interface import StoreUnavailable, poll_interval
@@ -188,7 +186,7 @@ class Prompt:
 class RolloutContext:
     """Context of `rollout`, which runs the rollout group's chain (`plan`) on the prompts that the trainer has enqueued.
     A `dedicated` one is on a rank that only samples, and shows its progress as that rank's steps. It also answers
-    requests to validate the role `validated`, one at a time, beside the prompts."""
+    parts of validations of the role `validated`, one at a time, beside the prompts."""
 
     def __init__(self, context: RankContext, plan: Plan, functions: Mapping[str, Callable[..., Any]],
                  roles: dict[str, RoleEngines], loader: Dataloader, channel: RolloutChannel):
@@ -218,7 +216,9 @@ class RolloutContext:
         self.doing = self.activity = ""  # now; what the dock was told last
         self.seconds: dict[int, defaultdict[str, float]] = {}  # of nodes that do not sample, by step
         self.awaited: dict[tuple[str, int], tuple[str, int]] = {}  # by lease: role and version that it waits for
-        self.request: Lease | None = None  # to validate, while it is answered
+        self.part: Lease | None = None  # of a validation, while it is answered
+        self.validator = functools.cache(  # of one of so many parts
+            lambda parts, part: Validator(self.spec, roles[self.validated or ""], Layout(parts), part))
         self.all_put = threading.Event()  # all sampled prompts are in the dock
 
     def run(self, engines: Mapping[str, SharedEngine], lease_prompts: Callable[[], None],
@@ -296,60 +296,40 @@ class RolloutContext:
             if self.stopped:
                 break
             self._renew_leases(dock)
-            wait = self._validate(dock)
-            if wait is not None and self.room.acquire(timeout=self.poll):
-                if lease := dock.try_lease(ROLLOUT, self.channel.rows, wait=wait):
+            self._validate(dock)
+            if self.room.acquire(timeout=self.poll):
+                if lease := dock.try_lease(ROLLOUT, self.channel.rows, wait=self.poll):
                     return self._prompt(dock, lease)
                 self.room.release()
-            if not wait:
-                time.sleep(self.poll)
         return None
 
-    def _validate(self, dock: DockClient) -> float | None:
-        """Take up a request to validate, if there is one. Return how long to wait for a prompt: not at all while the
-        weights stay for a validation, since later prompts may be owed newer ones; None: there are such prompts."""
-        if self.validated is None:
-            return self.poll
-        engine = self.engines[self.validated]
-        if self.request is None and (request := dock.try_lease(VALIDATION, self.channel.rows)):
-            self.request = request
-            self.leases[VALIDATION, request.number] = request, time.monotonic()
-            self.awaited[VALIDATION, request.number] = self.validated, int(request.versions[0])
-            engine.hold(int(request.versions[0]))
-            self.pool.submit(self._answer, request, engine).add_done_callback(self._notice)
-        if not engine.holds_weights:
-            return self.poll
-        return None if self.channel.newest_versions().get(self.validated, 0) > engine.version else 0.0
+    def _validate(self, dock: DockClient) -> None:
+        """Begin to answer a part of a validation, if there is one, beside the prompts."""
+        if self.validated and not self.part and (part := dock.try_lease(VALIDATION, self.channel.rows)):
+            self.part, self.leases[VALIDATION, part.number] = part, (part, time.monotonic())
+            self.awaited[VALIDATION, part.number] = self.validated, int(part.versions[0])
+            self.pool.submit(self._answer, part, self.engines[self.validated]).add_done_callback(self._notice)
 
-    @functools.cached_property
-    def validator(self) -> Validator:
-        return Validator(self.spec, self.roles[self.validated or ""], Layout(1), alone=True)
-
-    def _answer(self, request: Lease, engine: SharedEngine) -> None:
-        """Validate by weights that stay the same, and put the result into the dock; or give the request up."""
+    def _answer(self, part: Lease, engine: SharedEngine) -> None:
+        """Answer a part by weights that stay the same, and put the report into the dock. Give it up once nobody waits
+        for it any more: the trainer may have restarted from a step before, and only it had these weights."""
+        (number, index), version = self.channel.part_of(part), int(part.versions[0])
+        look = poll_interval(_REQUEST_INTERVAL, self.channel.ranks)
         with recording(Metrics()), self.channel.dock(f"{self.who}, which validates") as dock:
-            validator, step = self.validator, self._step_of(request, engine)
-            self.awaited.pop((VALIDATION, request.number))
-            samples, newest = {} if step is None else validator.sample(), engine.version
+            engine.hold(version)
+            while (request := self.channel.validations().get(number)) and not engine.wait(version, look):
+                pass
+            self.awaited.pop((VALIDATION, part.number))
+            validator = self.validator(request.parts, index) if request else None
+            samples = validator.sample() if validator else {}
             engine.hold(None)
-            if step is not None:
-                result = replace(validator.score(step, samples), version=_version_of(samples.values(), newest),
-                                 who=self.who)
-                content = json.dumps(asdict(result)).encode()
-                dock.put(Batch(request.ids, {RESULT: report_column([content], self.channel.rows)}))
-            with contextlib.suppress(LeaseLost):  # of two results the dock keeps the first
-                dock.commit(request)
-        self.leases.pop((VALIDATION, request.number), None)
-        self.request = None
-
-    def _step_of(self, request: Lease, engine: SharedEngine) -> int | None:
-        """Return the step that has asked, once its weights have come. None: nobody waits for the result any more, since
-        the trainer has restarted from a step before it; it may have been the only one that had these weights."""
-        number, look = self.channel.validation_of(request), poll_interval(_REQUEST_INTERVAL, self.channel.ranks)
-        while asked := self.channel.validations().get(number):
-            if engine.wait(int(request.versions[0]), look):
-                return asked[0]
-        return None
+            if validator:
+                report = report_column([validator.report(samples, version)], self.channel.rows)
+                dock.put(Batch(part.ids, {RESULT: report}))
+            with contextlib.suppress(LeaseLost):  # of two reports the dock keeps the first
+                dock.commit(part)
+        self.leases.pop((VALIDATION, part.number), None)
+        self.part = None
 
     def _prompt(self, dock: DockClient, lease: Lease) -> Prompt:
         self.leases[ROLLOUT, lease.number] = (lease, time.monotonic())
@@ -379,7 +359,7 @@ class RolloutContext:
     def _renew_leases(self, dock: DockClient) -> None:
         waiting = [f"waiting for version {version} of the weights of `{name}` (why: `weights_late` in events.jsonl)"
                    for name, version in list(self.awaited.values())]
-        validates = (request := self.request) is not None and (VALIDATION, request.number) not in self.awaited
+        validates = (part := self.part) is not None and (VALIDATION, part.number) not in self.awaited
         before, self.activity = self.activity, VALIDATING if validates else next(iter(waiting), self.doing)
         dock.report_activity(self.activity)
         for number, (lease, since) in list(self.leases.items()):
@@ -525,13 +505,3 @@ class RolloutExecutor(Executor):
 
 def _joined(first: StepColumns, second: StepColumns) -> StepColumns:
     return {key: concat_non_empty(first[key], batch) for key, batch in second.items()}
-
-
-def _version_of(samples: Iterable[Samples], newest: int) -> int:
-    """Return the version of the weights that have sampled all tokens."""
-    tokens = torch.cat([each.versions.values for each in samples if isinstance(each.versions.values, Tensor)])
-    versions = torch.unique(tokens).tolist() or [newest]
-    if len(versions) > 1:
-        raise EngineError(f"versions {versions} of the weights have answered one validation, so that it is of none of "
-                          "them. Its engine has taken new weights though it was to keep the old ones")
-    return versions[0]

@@ -13,6 +13,7 @@ import os
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import msgpack
 import torch
@@ -35,13 +36,22 @@ from distflow.store.interface import Store, poll_interval
 from distflow.telemetry import events
 from distflow.weights.puller import Puller
 
-VALIDATING = "validating"  # what the dock is told of a rollout that has a request to validate, and the weights for it
+VALIDATING = "validating"  # what the dock is told of a rollout that validates, once it has the weights
 _OVER, _FIRST, _CAME, _LEFT, _DOCK = "over", "first step", "came", "left", "dock"
 _CLIENT_TIMEOUT = 10.0  # seconds
 _SLOT, _SETS = "versions/{}", 4096  # keys of sets of versions: prompts that wait are of a few sets at most
 _PUBLISHED = "fingerprints/{}/{}"  # keys of what was published as a version of a role, of as many versions
+_PARTS = 1 << 16  # of a validation, at most
 _STATUS_POLLS = 4  # at who validates, in the time that a wait for rollouts may take
 _LEAVE_TIMEOUT, _POLL_INTERVAL = 10.0, 0.05  # seconds in which all ranks see the run end
+
+
+class ValidationRequest(NamedTuple):
+    """Validation of the weights of `step`, or newer ones than `version`, in as many `parts`."""
+
+    step: int
+    version: int
+    parts: int
 
 
 @dataclass
@@ -135,22 +145,22 @@ class RolloutChannel:
     def newest_versions(self) -> dict[str, int]:
         return self.versions_of(self.store.add("version sets", 0))
 
-    def enqueue_validation(self, dock: DockClient, step: int, version: int) -> int:
-        """Let a rollout validate weights at least as new as `version`, those of `step`; return the request's number."""
+    def enqueue_validation(self, dock: DockClient, request: ValidationRequest) -> int:
+        """Let rollouts answer the parts of a validation; return its number."""
         number = self.store.add("validation requests")
-        self.store.put(f"validations/{number}", json.dumps([step, version]))
-        self.put_validation(dock, number, version)
+        self.store.put(f"validations/{number}", json.dumps(request))
+        self.put_validation(dock, number, request)
         return number
 
-    def put_validation(self, dock: DockClient, number: int, version: int) -> None:
-        """Put a request into the dock; one that is there already stays."""
-        ids = self.rows_of(torch.tensor([REQUESTS[0] + number]))
-        dock.put(Batch(ids, {ORDER: torch.zeros(len(ids), dtype=torch.uint8)}), version=version)
+    def put_validation(self, dock: DockClient, number: int, request: ValidationRequest) -> None:
+        """Put the parts of a validation into the dock; what is there already stays."""
+        ids = self.rows_of(torch.arange(request.parts) + REQUESTS[0] + number * _PARTS)
+        dock.put(Batch(ids, {ORDER: torch.zeros(len(ids), dtype=torch.uint8)}), version=request.version)
 
-    def validations(self) -> dict[int, tuple[int, int]]:
-        """Return the step and the version of each request that the trainer waits for, by its number."""
+    def validations(self) -> dict[int, ValidationRequest]:
+        """Return each validation that the trainer waits for, by its number."""
         found = self.store.below("validations").list("")
-        return {int(number): tuple(json.loads(text)) for number, text in found.items()}
+        return {int(number): ValidationRequest(*json.loads(text)) for number, text in found.items()}
 
     def is_validating(self, dock: DockClient) -> bool:
         """Return whether a rollout validates. One that waits for the weights does not: they may never come."""
@@ -161,8 +171,9 @@ class RolloutChannel:
     def forget_validation(self, number: int) -> None:
         self.store.delete(f"validations/{number}")
 
-    def validation_of(self, lease: Lease) -> int:
-        return int(lease.ids[0]) // self.rows - REQUESTS[0]
+    def part_of(self, lease: Lease) -> tuple[int, int]:
+        """Return the number of a validation, and which of its parts is leased."""
+        return divmod(int(lease.ids[0]) // self.rows - REQUESTS[0], _PARTS)
 
     def announce_start(self, step: int) -> None:
         """Announce the step at which the trainer begins."""

@@ -38,7 +38,7 @@ from workers.context import RankContext
 from workers.engines.role_engines import RoleEngines
 from workers.functions.row_metrics import report_rows
 from workers.train_state import TrainState
-from workers.validation import MISSING, ValidationResult, Validator
+from workers.validation import LAG, MISSING, ValidationResult, Validator
 from workers.validation_requests import ValidationRequests
 
 _ENDED_EARLY, _REPEATED = "ended_early", "step_repeated"
@@ -120,7 +120,7 @@ class Sink:
             self._say(f"{self.plan.name}  step {step}: it has ended before its last step: {self.over}")
         if not self.resumed:
             self._validate(step)
-            self._note_validations(step)
+            self._note_validations()
         elif self.unconcluded:
             over = self.conclude(step)
         elif self.requests and (self._is_due(step) or step in self.requests.lost):
@@ -190,7 +190,7 @@ class Sink:
         """Validate and save after a step if it is time. Return whether it was the last one. Collective."""
         if self._is_due(done):
             self._validate(done)  # before the save, after which a resume would not do it again
-        self._note_validations(done)
+        self._note_validations()
         last, every = bool(self.over) or done == self.run.steps, self.run.checkpoint.every
         if every and (last or done % every == 0) and not self.stopped:
             self.state.save(done)
@@ -204,7 +204,7 @@ class Sink:
         if self.requests:
             self._validate(self.done)
             while self.requests.open:
-                self._note_validations(self.done, wait=_POLL_INTERVAL)
+                self._note_validations(wait=_POLL_INTERVAL)
             self.requests.close()
 
     def flush(self) -> None:
@@ -270,9 +270,9 @@ class Sink:
                 write_models(self.trained, self._candidate(step))
             self.requests.ask(step)
 
-    def _note_validations(self, step: int, wait: float = 0.0) -> None:
+    def _note_validations(self, wait: float = 0.0) -> None:
         """Note what rollouts have answered. Collective."""
-        for outcome in self.requests.results(step, wait) if self.requests else ():
+        for outcome in self.requests.results(wait) if self.requests else ():
             self._note(outcome)
 
     def _note(self, outcome: ValidationResult) -> None:
@@ -317,20 +317,20 @@ class Sink:
         if self.folder:
             events.record(MISSING, of_step=outcome.step, why=outcome.missing)
             self._say(f"{self.plan.name}  step {outcome.step}: no result of its validation: {outcome.missing}")
-            shutil.rmtree(self._candidate(outcome.asked), ignore_errors=True)
+            shutil.rmtree(self._candidate(outcome.step), ignore_errors=True)
 
     def _keep_best(self, outcome: ValidationResult, better: bool) -> None:
         """Put the models that were validated in place of those that were the best so far, if they are better."""
-        candidate = self._candidate(outcome.asked)
+        candidate = self._candidate(outcome.step)
         if better and not self.requests:
             write_models(self.trained, candidate)
         if not self.folder:
             return
-        if better and outcome.step == outcome.asked:
+        if better and not (lag := outcome.values.get(LAG)):
             replace_folder(self.path / "best", candidate)
         elif better:
-            self._say(f"{self.plan.name}  step {outcome.step}: the best so far, but `best/` stays as it is: these "
-                      f"weights answered in place of those of step {outcome.asked}, and were not kept")
+            self._say(f"{self.plan.name}  step {outcome.step}: the best so far, but `best/` stays as it is: weights up "
+                      f"to {lag:g} updates newer have answered, and were not kept")
         shutil.rmtree(candidate, ignore_errors=True)
 
 

@@ -119,8 +119,8 @@ class TrainContext:
         run = self.spec.run
         if not (self.channel and validated_elsewhere(self.spec, self.context.plan)):
             return Validator.of(self.spec, self.plan, self.prompted, self.roles)
-        return ValidationRequests(self.channel, self.roles[self.prompted], RunReader(self.context.path),
-                                  run.wait_limit, resumed_at)
+        return ValidationRequests(self.channel, self.roles[self.prompted], self.context.plan.rollouts,
+                                  run.shown_samples, RunReader(self.context.path), run.wait_limit, resumed_at)
 
     def _sampling_roles(self) -> set[str]:
         colocated = self.channel is not None and self.spec.run.mode == "semi_sync"

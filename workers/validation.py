@@ -1,10 +1,15 @@
-"""Validation: answers to held-out problems, and their rewards."""
+"""Validation: answers to held-out problems, and their rewards.
+
+The problems are divided into parts. A rank that trains answers its own part; where others sample, each part is a prompt
+of the dock with an id of its own range, which one of them leases. A part's report goes to the trainer, which makes one
+result of all. Weights never change within a part; a result says if they were newer than those that it was asked for.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +23,7 @@ from distflow.contracts.rewards import validation_fields
 from distflow.data.batch import Ragged
 from distflow.data.checks import validated_fields
 from distflow.data.dataset import open_records
-from distflow.data.exchange import gather
+from distflow.data.exchange import gather, pack, unpack
 from distflow.data.problems import answer_text, asked_and_answered, mended_record, question_text
 from distflow.plan import FINISHED, Layout, Plan
 from distflow.telemetry.accuracy import interval_of_mean
@@ -31,6 +36,7 @@ from workers.functions.rewards import as_list, report_failures
 from workers.isolation.scoring import Scorer
 
 MISSING = "validation_missing"  # event of a validation without a result
+LAG = "validation_lag"  # metric: updates by which newer weights have answered
 _RIGHT = 1.0  # reward of an answer that counts as right in pass@k
 
 
@@ -47,35 +53,30 @@ class _Share:
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """Result of a validation: metrics, and some of the answers of each set, or why it is `missing`. `step`: whose
-    weights have answered, where these are newer than those of the step that has `asked`. Of a rollout: `who` it was,
-    and the `version` of its weights."""
+    """Result of the validation after a `step`: metrics, and some of the answers of each set, or why it is `missing`."""
 
     step: int
-    asked: int
     values: dict[str, float] = field(default_factory=dict)
     answers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     seconds: float = 0.0
     missing: str = ""
-    version: int = 0
-    who: str = ""
 
 
 class Validator:
-    """Validation sets of a run. Each data-parallel shard answers its part of them; questions are encoded once. The
-    randomness of an answer depends on the seed and on its row alone."""
+    """One part of a run's validation sets. Its questions are encoded once. The randomness of an answer depends on the
+    seed and on its row alone."""
 
-    def __init__(self, spec: Spec, role: RoleEngines, layout: Layout, alone: bool = False):
-        """`layout`: of the engine that samples; ranks that split a model answer the same questions. `alone`: this rank
-        answers all of them, beside other threads."""
+    def __init__(self, spec: Spec, role: RoleEngines, layout: Layout, part: int | None = None):
+        """`layout`: of the engine that samples; ranks that split a model answer the same questions. `part`: which of
+        its parts this one is, beside other threads; None: that of this rank."""
         settings = spec.run.validation
         assert settings is not None, "a run without validation has no validator"
-        self.role, self.scorer, self.settings = role, Scorer(settings.reward, own_pool=alone), settings
-        self.leads = layout.leads(dist.get_rank())
-        self.gather: Callable[[bytes], list[bytes]] = (lambda own: [own]) if alone else gather
-        self.answers: dict[str, list[dict[str, Any]]] = {}  # this rank's latest, as many rows as `samples.jsonl` has
+        self.role, self.settings = role, settings
+        self.scorer = Scorer(settings.reward, own_pool=part is not None)
+        self.leads = part is not None or layout.leads(dist.get_rank())
         self.shown = spec.run.shown_samples
-        self.shares = {name: _share(spec, role, data_file(spec, path), layout)
+        part = layout.share(dist.get_rank()) if part is None else part
+        self.shares = {name: _share(spec, role, data_file(spec, path), layout, part)
                        for name, path in settings.data.items()}
 
     @classmethod
@@ -88,11 +89,11 @@ class Validator:
         return cls(spec, roles[name], replace(layout, rows=rows))
 
     def run(self, step: int) -> ValidationResult:
-        """Validate the weights as they are after `step` steps. Collective."""
-        return self.score(step, self.sample())
+        """Validate the weights as they are after `step` steps. Collective over the ranks that train."""
+        return result_of(step, gather(self.report(self.sample())), self.shown)
 
     def sample(self) -> dict[str, Samples]:
-        """Return the answers to each set. Collective."""
+        """Return the answers to this part of each set. Collective over the ranks that split a model."""
         self.began = time.perf_counter()
         role, settings = self.role.of_draw(0), self.settings
         found = {}
@@ -103,26 +104,20 @@ class Validator:
                                         settings.temperature, share.images, _limits(settings, role))
         return found
 
-    def score(self, step: int, samples: Mapping[str, Samples]) -> ValidationResult:
-        """Return the mean reward of each set as `validation/NAME`, and its confidence interval; `validation_pass/NAME`
-        where each problem has several answers; `data/prompts_cut/NAME` where prompts were cut, and `reward/failed/NAME`
-        where rewards have failed, which count in no mean. Collective."""
-        metrics = Metrics()
+    def report(self, samples: Mapping[str, Samples], version: int | None = None) -> bytes:
+        """Return the metrics of this part's answers, and the first of these, for `result_of`. `version`: of the weights
+        that were asked for, where newer ones may have answered."""
+        metrics, answers = Metrics(), {}
         for name, share in self.shares.items() if self.leads else ():
-            self._score(name, share, samples[name], metrics)
+            answers[name] = self._score(name, share, samples[name], metrics)
             metrics.add(f"data/prompts_cut/{name}", share.cut)
-        values, found = metrics.collect(self.gather), dict[str, float]()
-        for name in self.shares:
-            problems, squares = (values.pop(f"{kind}/{name}", 0.0) for kind in ("problems", "squares"))
-            if (mean := values.pop(f"validation/{name}", None)) is not None:
-                found[f"validation/{name}"] = mean
-                bounds = interval_of_mean(mean, squares / problems, int(problems))
-                found |= {f"validation_{end}/{name}": bound for end, bound in zip(("low", "high"), bounds)}
-        found |= {name: value for name, value in values.items() if value}
-        return ValidationResult(step, step, found, self.answers, time.perf_counter() - self.began)
+            if version is not None and len(versions := samples[name].versions.values):
+                metrics.maximum(LAG, versions.max() - version)
+        metrics.maximum("seconds", time.perf_counter() - self.began)
+        return pack([metrics.take(), answers])
 
-    def _score(self, name: str, share: _Share, samples: Samples, metrics: Metrics) -> None:
-        """Report the rewards of this rank's answers, a mean for each problem that has any."""
+    def _score(self, name: str, share: _Share, samples: Samples, metrics: Metrics) -> list[dict[str, Any]]:
+        """Report the rewards of a set's answers, a mean for each problem that has any. Return the first answers."""
         count = self.settings.samples
         rows = [row for row in share.rows for _ in range(count)]
         columns = {key: [text for text in texts for _ in range(count)] for key, texts in share.columns.items()}
@@ -130,11 +125,6 @@ class Validator:
         # a field of the data called so goes before it: the node that samples gives its column another name then
         scores = self.scorer.score({FINISHED: as_list(samples.finished), **columns, **own}, rows)
         report_failures(scores, rows)
-        self.answers[name] = [
-            {"row": row, "questions": question, "answers": answer, "completions": text, "rewards": reward}
-            for row, question, answer, text, reward in itertools.islice(zip(
-                rows, columns["questions"], columns["answers"], own["completions"], scores.rewards), None,
-                self.shown * count, count)]
         problems = [[reward for reward, kept in zip(scores.rewards[at : at + count], scores.keep[at : at + count])
                      if kept] for at in range(0, len(rows), count)]
         means = [sum(rewards) / len(rewards) for rewards in problems if rewards]
@@ -145,6 +135,30 @@ class Validator:
         metrics.add(f"squares/{name}", sum(mean * mean for mean in means))
         metrics.add(f"problems/{name}", len(means))
         metrics.add(f"reward/failed/{name}", scores.keep.count(False))
+        return [{"row": row, "questions": question, "answers": answer, "completions": text, "rewards": reward}
+                for row, question, answer, text, reward in itertools.islice(zip(
+                    rows, columns["questions"], columns["answers"], own["completions"], scores.rewards), None,
+                    self.shown * count, count)]
+
+
+def result_of(step: int, reports: Iterable[bytes], shown: int) -> ValidationResult:
+    """Return the result of all parts: the mean reward of each set as `validation/NAME`, and its confidence interval;
+    `validation_pass/NAME` where each problem has several answers; `data/prompts_cut/NAME` where prompts were cut,
+    `reward/failed/NAME` where rewards have failed, which count in no mean, and `LAG` where newer weights answered."""
+    parts = [*map(unpack, reports)]
+    values = Metrics().collect(lambda _: [metrics for metrics, _ in parts])
+    seconds, found = values.pop("seconds"), dict[str, float]()
+    for name in [name.partition("/")[2] for name in values if name.startswith("problems/")]:
+        problems, squares = (values.pop(f"{kind}/{name}") for kind in ("problems", "squares"))
+        if (mean := values.pop(f"validation/{name}", None)) is not None:
+            found[f"validation/{name}"] = mean
+            bounds = interval_of_mean(mean, squares / problems, int(problems))
+            found |= {f"validation_{end}/{name}": bound for end, bound in zip(("low", "high"), bounds)}
+    found |= {name: value for name, value in values.items() if value}
+    answers: dict[str, list[dict[str, Any]]] = {}
+    for name, rows in (item for _, answered in parts for item in answered.items()):
+        answers[name] = sorted([*answers.get(name, ()), *rows], key=lambda row: row["row"])[:shown]
+    return ValidationResult(step, found, answers, seconds)
 
 
 def _limits(settings: Validation, role: RoleEngines) -> TokenLimits | None:
@@ -155,11 +169,11 @@ def _limits(settings: Validation, role: RoleEngines) -> TokenLimits | None:
     return TokenLimits(generation.top_k, settings.top_p, generation.min_p)
 
 
-def _share(spec: Spec, role: RoleEngines, path: Path, layout: Layout) -> _Share:
-    records, share = open_records(path, spec.run.data), layout.share(dist.get_rank())
+def _share(spec: Spec, role: RoleEngines, path: Path, layout: Layout, part: int | None) -> _Share:
+    records = open_records(path, spec.run.data)
     rows: Sequence[int] = ()
-    if share is not None:
-        rows = layout.cut(len(records), share) if layout.rows else range(share, len(records), layout.dp)
+    if part is not None:
+        rows = layout.cut(len(records), part) if layout.rows else range(part, len(records), layout.dp)
     wanted = validated_fields(spec)
     found = {row: record for row, record in zip(rows, records.get(rows)) if not wanted.empty(record)}
     encoder = image_encoder_of(role, spec.run.data, path)

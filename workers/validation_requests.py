@@ -1,22 +1,20 @@
-"""Requests of the trainer that rollouts validate its weights, while training goes on.
+"""Validations that rollouts answer while training goes on, as the trainer asks for them and collects the answers.
 
-A request: asked → leased by one rollout, which alone answers it (`RolloutContext`) → answered → noted. If its holder
-ends, another one leases it. The weights are those of the step that has asked or, where they have been passed by, newer
-ones: then the result is that of the newer step. Weights never change within a validation.
+A part of a validation is a prompt of the dock: asked → leased by one rollout (`RolloutContext`) → answered → collected.
+If its holder ends, another one leases it. A result is that of the step that has asked, in the order of the steps; where
+some of its weights were newer, it says so.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch.distributed as dist
 
 from distflow.config.spec import Spec
 from distflow.data.crossing import reports_of
-from distflow.data.exchange import gather, gather_values
-from distflow.dock import TimedOut
+from distflow.data.exchange import gather_values
 from distflow.dock.consumers import ANSWERED, RESULT
 from distflow.dock.index import Lease
 from distflow.plan import Plan
@@ -24,12 +22,10 @@ from distflow.telemetry import events
 from distflow.telemetry.run_reader import Row, RunReader, is_validation
 from planners.check import prompted_role
 from workers.engines.role_engines import RoleEngines
-from workers.rollout_channel import RolloutChannel, SampleTimeout
-from workers.validation import MISSING, ValidationResult
+from workers.rollout_channel import RolloutChannel, SampleTimeout, ValidationRequest
+from workers.validation import LAG, MISSING, ValidationResult, result_of
 
-_ASKED, _VOID = "validation_asked", "validation_void"
-_ENDED_BY = {"validated": "asked_after", MISSING: "of_step", _VOID: "of_step"}
-"""Events after which a request is no longer open, and where each has the step that has asked."""
+_ASKED, _VALIDATED = "validation_asked", "validated"
 _LOST = "the run was interrupted before it was answered, and its weights are no longer there"
 
 
@@ -42,17 +38,17 @@ def validated_elsewhere(spec: Spec, plan: Plan) -> str | None:
 
 
 class ValidationRequests:
-    """Validations that the trainer asks for; collective, and only rank 0 talks to the dock. A trainer that restarts
-    goes on waiting for those of the steps that it has done. `open`: some are still to come; `known`: steps that need
-    not be asked for any more; `lost`: those that an earlier worker has asked for, and nobody answers."""
+    """Validations that rollouts answer; collective, and only rank 0 talks to the dock. A trainer that restarts goes on
+    waiting for those of the steps that it has done. `known`: steps that need not be asked for any more; `lost`: those
+    that an earlier job has asked for, and nobody answers; `open`: some are still to come."""
 
-    def __init__(self, channel: RolloutChannel, role: RoleEngines, reader: RunReader, limit: float,
-                 resumed_at: int | None):
-        """`limit`: seconds without a result, or a rollout that works on one, after which a request is given up."""
-        self.channel, self.role, self.limit = channel, role, limit
-        self.steps: dict[int, int] = {}  # first step with each version of the weights, from the oldest request on
-        self.asked: dict[int, tuple[int, int]] = {}  # on rank 0: step and version of each request
-        self.answers: dict[int, tuple[Lease, ValidationResult]] = {}
+    def __init__(self, channel: RolloutChannel, role: RoleEngines, parts: int, shown: int, reader: RunReader,
+                 limit: float, resumed_at: int | None):
+        """`parts`: of a validation. `shown`: answers of each set that a result has. `limit`: seconds without an answer,
+        or a rollout that works on one, after which a validation is given up."""
+        self.channel, self.role, self.parts, self.shown, self.limit = channel, role, parts, shown, limit
+        self.asked: dict[int, ValidationRequest] = {}  # on rank 0, by number
+        self.answers: dict[int, dict[int, tuple[Lease, bytes]]] = {}  # parts that have come, by number
         self.dock = None
         known, lost = list[int](), list[int]()
         if dist.get_rank() == 0:
@@ -61,7 +57,7 @@ class ValidationRequests:
             if resumed_at is not None:
                 known, lost = self._take_over(reader, resumed_at)
         known, lost, self.open = gather_values([known, lost, bool(self.asked or lost)])[0]
-        self.known, self.lost = set(known), set(lost)
+        self.known, self.lost = set[int](known), set[int](lost)
 
     def ask(self, step: int) -> None:
         """Have the weights validated as they are after `step` steps."""
@@ -71,25 +67,22 @@ class ValidationRequests:
         if self.dock is not None:
             if not self.asked:
                 self.timeout.renew()
-            version = self.role.version
-            events.record(_ASKED, of_step=step, version=version)
-            self.asked[self.channel.enqueue_validation(self.dock, step, version)] = step, version
+            events.record(_ASKED, of_step=step, version=self.role.version)
+            request = ValidationRequest(step, self.role.version, self.parts)
+            self.asked[self.channel.enqueue_validation(self.dock, request)] = request
 
-    def results(self, step: int, wait: float = 0.0) -> Iterator[ValidationResult]:
+    def results(self, wait: float = 0.0) -> Iterator[ValidationResult]:
         """Yield the results that have come since the last call; wait so long for one. The next settles the last."""
-        self.steps = self.steps if self.open else {}
-        self.steps.setdefault(self.role.version, step)
         if not self.open:
             return
-        lost = [ValidationResult(each, each, missing=_LOST) for each in sorted(self.lost)]
+        found = [asdict(each) for each in self._collect(wait)]
+        found, self.open = gather_values([found, len(self.asked) > len(found)])[0]
+        for step in sorted(self.lost):
+            yield ValidationResult(step, missing=_LOST)
         self.lost = set()
-        found = [*map(self._outcome, self._done(wait))] if self.dock is not None else []
-        plain = json.dumps([[asdict(each) for each in lost + found], len(self.asked) > len(found)]).encode()
-        outcomes, self.open = json.loads(gather(plain)[0])
-        for each in outcomes:
-            self.known.add(each["step"])
+        for each in found:
             yield ValidationResult(**each)
-            self._settle(each["asked"])
+            self._settle(each["step"])
 
     def close(self) -> None:
         if self.dock is not None:
@@ -99,65 +92,48 @@ class ValidationRequests:
         """Go on with what an earlier attempt has asked for. Return the steps up to here that have a result or a
         request, and those whose request is lost."""
         assert self.dock is not None
-        recorded = [int(line["step"]) for line in reader.steps() if is_validation(line)]
-        for number, (step, version) in self.channel.validations().items():
-            if step <= resumed_at and step not in recorded:
-                self.asked[number] = step, version
-                self.channel.put_validation(self.dock, number, version)  # its shard may have been lost
-            else:
+        known = {int(line["step"]) for line in reader.steps() if is_validation(line) and line["step"] <= resumed_at}
+        for number, request in self.channel.validations().items():
+            if request.step > resumed_at or request.step in known:  # it is done again, and asks again if it is due
                 self.channel.forget_validation(number)
-        known = sorted({step for step in recorded if step <= resumed_at} | {step for step, _ in self.asked.values()})
-        lost = unanswered(reader.rows("events")) - {*known}
-        for step in (step for step in lost if step > resumed_at):
-            events.record(_VOID, of_step=step)  # it is done again, and asks again if it is still due
-        return known, [step for step in lost if step <= resumed_at]
+            else:
+                self.asked[number] = request
+                self.channel.put_validation(self.dock, number, request)  # its shard may have been lost
+                known.add(request.step)
+        return sorted(known), sorted(step for step in unanswered(reader.rows("events")) - known if step <= resumed_at)
 
-    def _done(self, wait: float) -> Iterator[int]:
-        """Yield the requests that are answered, or will not be, up to the first that is neither."""
-        assert self.dock is not None
+    def _collect(self, wait: float) -> Iterator[ValidationResult]:
+        """Yield what is answered, or will not be, up to the first that is neither."""
+        if self.dock is None:
+            return
         while lease := self.dock.try_lease(ANSWERED, self.channel.rows, wait=wait):
             wait = 0.0
-            number, content = self.channel.validation_of(lease), reports_of(self.dock.fetch(lease), RESULT)
+            number, part = self.channel.part_of(lease)
             if number in self.asked:
-                self.answers[number] = lease, ValidationResult(**json.loads(content[0]))
+                self.answers.setdefault(number, {})[part] = lease, reports_of(self.dock.fetch(lease), RESULT)[0]
                 self.timeout.renew()
             else:
                 self.dock.commit(lease)  # of an earlier attempt, or given up
         late = self.timeout.is_over()
-        for number in sorted(self.asked):
-            if number not in self.answers and not late:
+        for number, request in sorted(self.asked.items()):
+            reports = [report for _, report in self.answers.get(number, {}).values()]
+            if len(reports) == request.parts:
+                result = result_of(request.step, reports, self.shown)
+                events.record(_VALIDATED, of_step=request.step, lag=result.values.get(LAG, 0.0))
+                yield result
+            elif late:
+                lacking = self.dock.timeout_error(ANSWERED, self.channel.rows)
+                yield ValidationResult(request.step, missing=f"no rollout works on it, or has for {self.limit:g} s "
+                                       f"(`wait_limit` of the run file): {lacking}")
+            else:
                 return
-            yield number
-
-    def _outcome(self, number: int) -> ValidationResult:
-        step, version = self.asked[number]
-        if number not in self.answers:
-            return ValidationResult(step, step, missing=self._describe_progress())
-        answer = self.answers[number][1]
-        of_step = step if answer.version == version else self.steps.get(answer.version)
-        events.record("validated", of_step=of_step, asked_after=step, version=answer.version, who=answer.who)
-        if of_step is None or (of_step != step and of_step in self.known):
-            what = "of which step is not known since the trainer has restarted" if of_step is None else \
-                f"those of step {of_step}, which has a validation of its own"
-            why = f"{answer.who} has answered it with version {answer.version} of the weights, {what}"
-            return ValidationResult(step, step, missing=why)
-        self.known.add(of_step)
-        return replace(answer, step=of_step)
-
-    def _describe_progress(self) -> str:
-        assert self.dock is not None
-        try:
-            self.dock.lease(ANSWERED, self.channel.rows)
-        except TimedOut as error:
-            return f"no rollout works on it, or has for {self.limit:g} s (`wait_limit` of the run file): {error}"
-        return f"it has come {self.limit:g} s (`wait_limit` of the run file) after a rollout had last worked on it"
 
     def _settle(self, step: int) -> None:
-        for number in [number for number, (asked, _) in self.asked.items() if asked == step]:
+        for number in [number for number, request in self.asked.items() if request.step == step]:
             del self.asked[number]
             self.channel.forget_validation(number)
-            if self.dock is not None and (answer := self.answers.pop(number, None)):
-                self.dock.commit(answer[0])
+            for lease, _ in self.answers.pop(number, {}).values():
+                self.dock.commit(lease)
 
 
 def unanswered(rows: Iterable[Row]) -> set[int]:
@@ -166,6 +142,6 @@ def unanswered(rows: Iterable[Row]) -> set[int]:
     for event in rows:
         if event.get("event") == _ASKED:
             found.add(event.get("of_step", 0))
-        elif name := _ENDED_BY.get(event.get("event", "")):
-            found.discard(event.get(name, 0))
+        elif event.get("event") in (_VALIDATED, MISSING):
+            found.discard(event.get("of_step", 0))
     return found

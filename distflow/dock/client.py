@@ -111,7 +111,7 @@ class DockClient:
         """Lease as `try_lease` does. Raises `TimedOut`: it names the missing columns and those that write them."""
         lease = self.try_lease(consumer, count, least=least, wait=wait, step=step, share=share, shares=shares)
         if lease is None:
-            raise self._timeout_error(consumer, count if least is None else least, wait)
+            raise self.timeout_error(consumer, count if least is None else least, wait)
         return lease
 
     def try_lease(self, consumer: str, count: int, *, least: int | None = None, wait: float = 0.0,
@@ -138,7 +138,7 @@ class DockClient:
         """Peek as `try_peek` does. Raises `TimedOut`: it names the missing columns and those that write them."""
         found = self.try_peek(consumer, count, least=least, step=step, wait=wait)
         if found is None:
-            raise self._timeout_error(consumer, least, wait)
+            raise self.timeout_error(consumer, least, wait)
         return found
 
     def try_peek(self, consumer: str, count: int, *, least: int, step: int,
@@ -291,7 +291,7 @@ class DockClient:
                 return self.heap.take(size)
         return numpy.empty(size, numpy.uint8)
 
-    def _timeout_error(self, consumer: str, least: int, wait: float) -> TimedOut:
+    def timeout_error(self, consumer: str, least: int, wait: float = 0.0) -> TimedOut:
         """Return the error of a wait without rows; it also says what the writers of missing columns are doing."""
 
         def ask(consumer: str, ids: list[int]) -> list[str]:

@@ -1,7 +1,7 @@
 """Consumers of a run's dock: which columns each group of the plan reads and writes, and of which rows.
 
-A prompt to sample is a row with the column ORDER alone. A request to validate is such a row too, with an id of its own
-range.
+A prompt to sample has rows with the column ORDER alone. A part of a validation is such a prompt too, with ids of their
+own range.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from distflow.plan import INFERENCE, ROLLOUT, TRAINER, Plan
 
 ORDER = "order"  # column beside those of nodes: a row may be sampled
 VALIDATION, ANSWERED = "validation", "validated"  # consumers: rollouts that validate, the trainer that has the results
-RESULT = "result"  # column of an answered request to validate
+RESULT = "result"  # column of an answered part of a validation
 SAMPLES, REQUESTS = (0, 1 << 48), (1 << 48, 1 << 50)
-"""Ids of prompts, and of requests to validate, which are prompts to the dock."""
+"""Ids of prompts, and of parts of validations, which are prompts to the dock."""
 
 
 def run_consumers(plan: Plan, rows: int, prompts: int, in_order: bool) -> list[Consumer]:
@@ -58,4 +58,4 @@ def consumers_of(written: Sequence[str], rows: int, step_rows: int | None, longe
             Consumer(TRAINER, complete, tuple(trained), rows, step_rows, seconds=3600.0, can_roll_back=True,
                      ids=samples),
             Consumer(VALIDATION, (ORDER,), (RESULT,), rows, ids=requests),
-            Consumer(ANSWERED, (RESULT,), (), rows, ids=requests)]
+            Consumer(ANSWERED, (RESULT,), (), rows, seconds=3600.0, ids=requests)]

@@ -177,8 +177,8 @@ RESERVED = frozenset([
     "mismatch",
     "peer_replica", "policy", "preference", "prompt", "response", "reward", "router", "samples", "samples_total",
     "seconds", "snapshot", "staleness", "step", "tokens", "tokens_per_second",
-    "tokens_per_second_per_device", "tokens_total", "validation", "validation_high", "validation_low",
-    "validation_pass", "value", "waiting", "wall_seconds",
+    "tokens_per_second_per_device", "tokens_total", "validation", "validation_high", "validation_lag",
+    "validation_low", "validation_pass", "value", "waiting", "wall_seconds",
     "weights"])
 """First parts of the names of distflow's own metrics, up to `/`."""
 

@@ -27,10 +27,10 @@ class Rollouts:
         self.known.add(step)
         self.asked.append(step)
 
-    def results(self, step: int, wait: float = 0.0) -> Iterator[ValidationResult]:
-        while self.asked and self.asked[0] < step:
+    def results(self, wait: float = 0.0) -> Iterator[ValidationResult]:
+        while self.asked[:-1] or (wait and self.asked):
             of_step = self.asked.pop(0)
-            yield ValidationResult(of_step, of_step, {"validation/held": self.means[of_step]})
+            yield ValidationResult(of_step, {"validation/held": self.means[of_step]})
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_worker_that_starts_again_while_the_last_validation_is_awaited_trains_
     assert train(sink(means, **settings)) == last
     again = sink(means, last, **settings)
     assert train(again, last) == last
-    for outcome in again.requests.results(last + 1):  # of the last step, which may be the best one
+    for outcome in again.requests.results(wait=1.0):  # of the last step, which may be the best one
         again._note(outcome)
     assert train(sink(means, last, **settings), last) == last
     assert train(sink(means, last, concluded=True, **settings), last) == last, "nor does a run that is resumed"

@@ -6,6 +6,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from reported import reported
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -21,7 +22,7 @@ from distflow.errors import InvalidInput
 from distflow.plan import Layout
 from workers import validation
 from workers.engines.sampling import TokenLimits
-from workers.validation import Validator
+from workers.validation import LAG, Validator, result_of
 
 
 class Characters(PreTrainedTokenizerFast):
@@ -55,7 +56,8 @@ class Echo:
         assert len(set(ids.tolist())) == len(ids)
         self.asked, self.limits = (ids.tolist(), temperature), limits
         tokens = Ragged.from_rows([row for row in prompts.rows for _ in range(repeats)])
-        return SimpleNamespace(tokens=tokens, finished=tokens.lengths < 3)  # longer ones are cut off
+        return SimpleNamespace(tokens=tokens, finished=tokens.lengths < 3,  # longer ones are cut off
+                               versions=tokens.with_values(torch.full_like(tokens.values, 7)))
 
     def decode(self, tokens: Ragged) -> list[str]:
         return [self.tokenizer.decode(row.tolist()).strip() for row in tokens.rows]
@@ -77,8 +79,9 @@ def test_questions_are_encoded_once_and_cuts_have_their_own_name(spec, mesh):
     validator = Validator(spec, role, Layout(1))
     reported()  # what tests before have left
     for _ in range(2):
-        values = validator.run(0).values
-        assert [row["completions"] for row in validator.answers["hard"]] == ["345", "456"]
+        result = validator.run(0)
+        values = result.values
+        assert [row["completions"] for row in result.answers["hard"]] == ["345", "456"]
         bounds = {name: values.pop(name) for name in [*values] if name.startswith("validation_")}
         assert list(values.items()) == [("validation/easy", 1.0), ("validation/hard", pytest.approx(1 / 3)),
                                         ("data/prompts_cut/hard", 2.0)]
@@ -101,18 +104,32 @@ def test_ranks_that_split_a_model_give_the_same_answers_and_one_reports(spec, me
 def test_an_answer_names_its_record_whatever_the_number_of_ranks(spec, mesh, monkeypatch, layout, rows):
     monkeypatch.setattr(validation.dist, "get_rank", lambda: layout.dp - 1)
     monkeypatch.setattr(validation, "gather", lambda part: [part])
-    validator = Validator(spec, Echo(), layout)
-    validator.run(0)
+    answers = Validator(spec, Echo(), layout).run(0).answers
     texts = {0: "12345", 1: "123456", 2: "3"}
-    assert [(row["row"], row["questions"]) for row in validator.answers["hard"]] == [(row, texts[row]) for row in rows]
+    assert [(row["row"], row["questions"]) for row in answers["hard"]] == [(row, texts[row]) for row in rows]
+
+
+def test_parts_of_a_validation_have_the_result_of_the_whole(spec, mesh):
+    """And its first answers, whichever parts they are in."""
+    whole = Validator(spec, Echo(), Layout(1)).run(0)
+    parts = [Validator(spec, Echo(), Layout(2), part) for part in range(2)]
+    result = result_of(0, [part.report(part.sample()) for part in parts], spec.run.shown_samples)
+    assert result.values == pytest.approx(whole.values)
+    assert result.answers == whole.answers
+
+
+@pytest.mark.parametrize(("asked", "lag"), [(7, 0), (5, 2)])
+def test_a_result_says_how_much_newer_the_weights_were(spec, mesh, asked, lag):
+    part = Validator(spec, Echo(), Layout(1), 0)
+    result = result_of(0, [part.report(part.sample(), asked)], 1)
+    assert result.values.get(LAG, 0) == lag
 
 
 def test_a_record_that_is_left_out_counts_in_the_rows_of_the_others(spec, mesh, tmp_path):
     (tmp_path / "easy.jsonl").write_text("\n".join(json.dumps({"question": text, "answer": text})
                                                    for text in ("", "1", "2")))
-    validator = Validator(spec, Echo(), Layout(1))
-    validator.run(0)
-    assert [row["row"] for row in validator.answers["easy"]] == [1, 2]
+    answers = Validator(spec, Echo(), Layout(1)).run(0).answers
+    assert [row["row"] for row in answers["easy"]] == [1, 2]
 
 
 def test_several_answers_have_a_mean_and_pass_at_k(spec, mesh):
