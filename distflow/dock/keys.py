@@ -116,8 +116,10 @@ class KeyServer:
         if missing := [key for key in keys if key not in there]:
             raise ValueError(f"keys {missing[:5]} were not found in partition `{partition}`")
         names = _common(there, keys)
-        if (missing := {*(select or ())} - {*names}) or not (select or names):
+        if missing := {*(select or ())} - {*names}:
             raise ValueError(f"not all of these keys have the fields {sorted(missing)}; all of them have {names}")
+        if not (select or names):
+            raise ValueError("there are no fields to get: the keys have none in common, or none are given")
         found = {name: list(zip(*(there[key][1][name] for key in keys))) for name in select or names}
         if mixed := [name for name, (columns, _) in found.items() if len({*columns}) > 1]:
             raise ValueError(f"field `{mixed[0]}` is a tensor in some of these keys, and none in others")

@@ -28,6 +28,7 @@ from distflow.dock.client import DockClient
 from distflow.dock.errors import DockError
 from distflow.dock.keys import KeyServer, KVBatchMeta, Tags
 from distflow.dock.process import start
+from distflow.errors import ColumnError
 from distflow.rpc.connection import connect
 from distflow.rpc.run_token import run_token
 
@@ -67,6 +68,7 @@ class QueueClient:
             raise ValueError("neither `fields` nor `tags` were given")
         columns = dict(_column_of(name, value) for name, value in (fields.items() if fields is not None else ()))
         meta, tags = KVBatchMeta([*keys], [{}] * len(keys), partition_id), [{}] * len(keys) if tags is None else tags
+        _packed("a tag", tags)
         if wrong := {len(tags), *map(len, columns.values())} - {len(keys)}:
             raise ValueError(f"{len(keys)} keys have {wrong.pop()} rows or tags: give each key one")
         with self.lock:
@@ -88,7 +90,7 @@ class QueueClient:
             for column, rows in fields.values():
                 together.setdefault(tuple(rows), []).append(column)
             for rows, names in together.items():  # those that were put at once
-                found |= self.dock.fetch(torch.tensor(rows), names).columns
+                found |= self._fetch(torch.tensor(rows), names).columns
         result = TensorDict({}, batch_size=[len(keys)])
         for name, (column, _) in fields.items():
             values = found[column]
@@ -112,6 +114,12 @@ class QueueClient:
         with self.lock:
             self._ask(op="clear", partition=partition_id, keys=_listed(keys))
 
+    def _fetch(self, rows: Tensor, names: list[str]) -> Batch:
+        try:
+            return self.dock.fetch(rows, names)
+        except ColumnError:  # they may be of several types, which are joined as by torch
+            return Batch.concat([self.dock.fetch(row, names) for row in rows.split(1)])
+
     def _ask(self, **request: Any) -> dict[str, Any]:
         reply = self.connection.ask(request)
         if "error" in reply:
@@ -126,19 +134,23 @@ def _listed(names: Names) -> list[str]:
 
 
 def _column_of(name: str, value: Any) -> tuple[str, ColumnData]:
-    """Return a column for a field, and its name. Raises ValueError: only a pickle could hold the values."""
+    """Return a column for a field, and its name."""
     if isinstance(value, Tensor) and value.is_nested and value.layout == torch.jagged:
         return name, Ragged(value.values().cpu(), value.offsets().diff().cpu())
     if isinstance(value, Tensor):
         return name, value.cpu() if value.ndim < 2 else Ragged.from_rows([*value.cpu().unbind()], value.dtype)
-    try:
-        rows = [msgpack.packb(each, strict_types=True) or b"" for each in
-                (value if isinstance(value, list) else value.tolist())]
-    except TypeError as error:
-        raise ValueError(f"field `{name}` has what is neither a tensor nor plain values, and nothing is pickled: "
-                         f"{error}. Put tensors as fields of their own, and lists in place of tuples") from None
+    rows = [_packed(f"field `{name}`", each) for each in (value if isinstance(value, list) else value.tolist())]
     data = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8)
     return _PACKED + name, Ragged(data, torch.tensor([*map(len, rows)]))
+
+
+def _packed(what: str, value: Any) -> bytes:
+    """Return plain values as bytes. Raises ValueError: only a pickle could hold them as they are."""
+    try:
+        return msgpack.packb(value, strict_types=True) or b""
+    except TypeError as error:
+        raise ValueError(f"{what} has what is neither a tensor nor plain values, and nothing is pickled: {error}. "
+                         "Put tensors as fields of their own, and lists in place of tuples") from None
 
 
 _here: dict[str, Any] = {}

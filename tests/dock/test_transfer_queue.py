@@ -91,6 +91,16 @@ def test_keys_that_were_put_apart_are_fetched_together(partition):
     assert tq.kv_batch_get("k2", partition, "only2")["only2"].tolist() == [2]
 
 
+def test_keys_with_tensors_of_several_types_are_joined_as_by_torch(partition):
+    tq.kv_put("whole", partition, {"mask": torch.ones(2, dtype=torch.int64)})
+    tq.kv_put("half", partition, {"mask": torch.tensor([0.5])})
+    got = tq.kv_batch_get(["half", "whole"], partition)["mask"]
+    assert (got.dtype, rows_of(got)) == (torch.float32, [[0.5], [1.0, 1.0]])
+    tq.kv_put("flat", partition, {"mask": torch.ones(2, 2)})
+    with pytest.raises(DistflowError, match="`mask` do not fit together"):
+        tq.kv_batch_get(["half", "flat"], partition)
+
+
 def test_partitions_hold_keys_of_the_same_name_apart(partition):
     other = f"{partition} too"
     for name, number in ((partition, 1), (other, 2)):
@@ -150,24 +160,32 @@ def test_processes_share_keys_and_rows(address, partition):
     process.join()
 
 
+def fields_of(rows: int) -> dict:
+    return {"n": torch.arange(rows)}
+
+
 class Unwelcome:
     def __reduce__(self):
         return os._exit, (1,)
 
 
 def test_what_cannot_be_kept_is_refused(partition):
-    fields = {"n": torch.tensor([1, 2])}
+    fields, before = fields_of(2), held()
     tq.kv_batch_put(["a"], partition, {"n": torch.tensor([1])})
     for keys, given, tags, match in (
             (["a", "b", "c"], fields, None, "3 keys have 2 rows"), (["a", "b"], fields, [{}], "2 keys have 1 rows"),
             (["a", "a"], fields, None, "each once"), (["a"], None, None, "neither"),
             (["a"], {"x": [Unwelcome()]}, None, "nothing is pickled"), (["a"], {"x": [(1, 2)]}, None, "nothing is"),
+            (["a"], fields_of(1), [{"x": torch.ones(1)}], "a tag has.*nothing is"),
+            (["a"], None, [{"x": (1,)}], "a tag has"),
             (["a"], {"x": [pickle.dumps(1), 2]}, None, "1 keys have 2 rows")):
         with pytest.raises(ValueError, match=match):
             tq.kv_batch_put(keys, partition, given, tags)
-    for keys, select, match in ((["a", "b"], None, r"\['b'\] were not found"), (["a"], "none", r"\['none'\]")):
+    for keys, select, match in ((["a", "b"], None, r"\['b'\] were not found"), (["a"], "none", r"\['none'\]"),
+                                ([], None, "no fields to get")):
         with pytest.raises(ValueError, match=match):
             tq.kv_batch_get(keys, partition, select)
+    assert held() == before + 1, "rows of a refused call have stayed"
     tq.kv_put("b", partition, {"n": "text"})
     with pytest.raises(ValueError, match="a tensor in some of these keys"):
         tq.kv_batch_get(["a", "b"], partition)
