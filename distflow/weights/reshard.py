@@ -118,12 +118,17 @@ def _gather_one(shard: DTensor, dtype: torch.dtype, target: Tensor | None) -> Te
     cuts, shapes = _cuts(shard), _sizes(shard)
     for number, ((mesh_dim, dim), shape) in enumerate(zip(cuts, shapes)):
         group, parts = shard.device_mesh.get_group(mesh_dim), shard.device_mesh.size(mesh_dim)
-        last = number == len(cuts) - 1
-        if dim == 0 and shape[0] % parts == 0:
-            whole = target if last and target is not None and target.is_contiguous() else local.new_empty(shape)
+        even = shape[dim] % parts == 0
+        whole = target if even and number == len(cuts) - 1 and target is not None and target.is_contiguous() else None
+        if dim == 0 and even:
+            whole = local.new_empty(shape) if whole is None else whole
             all_gather(whole, local.contiguous(), group=group)
         else:
-            whole = _join_pieces(_gather(_padded(local, dim, _piece(shape[dim], parts)), parts, group), dim, shape[dim])
+            pieces = _gather(_padded(local, dim, _piece(shape[dim], parts)), parts, group)
+            if whole is None:
+                whole = _join_pieces(pieces, dim, shape[dim])
+            else:
+                whole.unflatten(dim, (parts, -1)).movedim(dim, 0).copy_(pieces)
         local = whole
     return local
 
