@@ -7,6 +7,8 @@ refused.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +23,16 @@ from workers.endpoint.messages import (
     ServedTurn,
     find_tool_calls,
 )
-from workers.engines.chat import UNRENDERED, TurnTemplate, continued_tokens, prompt_tokens, sampled_text, text_tokens
+from workers.engines.chat import (
+    UNRENDERED,
+    TurnTemplate,
+    continued_tokens,
+    prompt_tokens,
+    render_prompt,
+    render_whole,
+    sampled_text,
+    text_tokens,
+)
 
 
 class AnsweredTurn(NamedTuple):
@@ -86,7 +97,7 @@ class Dialogue:
             self.text = request.prompt + text if isinstance(request.prompt, str) else ""
             return ServedTurn(f"cmpl-{name}", before, *turn, text)
         with_calls = request.tools and request.tool_choice != "none"
-        text, calls = find_tool_calls(text, name) if with_calls else (text, [])
+        text, calls = find_tool_calls(text, name, request.tools) if with_calls else (text, [])
         served = ServedTurn(f"chatcmpl-{name}", before, *turn, text, calls)
         self.messages, self.tools = [*request.messages, served.message], request.tools
         return served
@@ -102,6 +113,8 @@ class Dialogue:
                                        **between.options)
             except UNRENDERED as error:
                 raise RequestRefused(f"the chat template cannot render these messages: {str(error)[:300]}") from None
+            if request.tools and request.tool_choice != "none":
+                self._require_readable_calls(request.tools, between.options)
             return tokens, messages[-1].text
         if not self.messages:
             raise RequestRefused("the row began with /v1/completions, and is one trajectory: go on there",
@@ -118,6 +131,23 @@ class Dialogue:
             raise RequestRefused(f"the chat template cannot render {roles} after a turn of the assistant: "
                                  f"{str(error)[:300]}") from None
         return tokens, "\n".join(each.text for each in new)
+
+    def _require_readable_calls(self, tools: list[dict[str, Any]], options: Mapping[str, Any]) -> None:
+        """Raise RequestRefused if the chat template writes a call in a form that is not read, as no turn had calls."""
+        name, asked = str(tools[0].get("function", tools[0]).get("name")), [{"role": "user", "content": "?"}]
+        call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": {}}}
+        said = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            prompt, whole = (render(self.tokenizer, messages, tools, **options)
+                             for render, messages in ((render_prompt, asked), (render_whole, said)))
+        except UNRENDERED:
+            return  # as where it takes calls with an answer alone
+        written = whole[len(os.path.commonprefix([prompt, whole])) :]
+        if name in written and not find_tool_calls(written, "", tools)[1]:
+            raise RequestRefused(f"the chat template writes a call of a tool as {written[:200]!r}, and calls are read "
+                                 'as <tool_call>{"name": …, "arguments": {…}}</tool_call>, or in tags as Qwen3.5 has '
+                                 "them. Take a model with such a template, or read the calls of its texts yourself, "
+                                 "without `tools`", "unsupported_parameter")
 
     def _following(self, messages: list[ChatMessage]) -> list[ChatMessage]:
         if what := _difference(messages, self.messages):

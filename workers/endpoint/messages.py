@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -20,7 +20,9 @@ from distflow.errors import DistflowError
 from distflow.telemetry.run_folder import finite
 
 MAX_MESSAGES = 1000
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_CALL = re.compile(r"<tool_call>\s*(\{.*?\}|<function=.*?</function>)\s*</tool_call>", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^<>\s]+)>(.*)</function>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>", re.DOTALL)
 _ONLY: dict[str, tuple[Any, ...]] = {
     "n": (None, 1), "best_of": (None, 1), "top_logprobs": (None, 0), "tool_choice": (None, "auto", "none"),
     "response_format": (None, {"type": "text"}), "logit_bias": (None, {}), "functions": (None,), "echo": (None, False),
@@ -187,17 +189,18 @@ class ServedTurn:
                 "total_tokens": len(self.prompt) + len(self.tokens)}
 
 
-def find_tool_calls(text: str, name: str) -> tuple[str, list[ToolCall]]:
-    """Return the text before the calls of tools, and these, as Qwen and Hermes models write them, or with `parameters`
-    as Llama does; if one of them is malformed, the whole text and none. Calls before a `</think>` are none, nor those
-    behind a `<think>` of the text, unless the tag is in a call itself. `name` begins their ids."""
+def find_tool_calls(text: str, name: str, tools: Iterable[Any] | None = None) -> tuple[str, list[ToolCall]]:
+    """Return the text before the calls of tools, and these, as Qwen and Hermes models write them, with `parameters` as
+    Llama does, or in tags as Qwen3-Coder and Qwen3.5 do; if one of them is malformed, the whole text and none. Calls
+    before a `</think>` are none, nor those behind a `<think>` of the text, unless the tag is in a call itself. `name`
+    begins their ids. The schemas of `tools` say which arguments in tags are JSON; others are texts."""
     calls, outside = list[ToolCall](), _CALL.sub(_blanked, text)
     thoughts = outside.rfind("</think>") + 1
     if "<think>" in outside[thoughts:]:  # which do not end
         return text, []
     found = [*_CALL.finditer(text, thoughts)]
     for number, match in enumerate(found):
-        called = parsed_arguments(match[1])
+        called = _tagged(match[1], tools or ()) or parsed_arguments(match[1])
         given = called.get("arguments", called.get("parameters")) if isinstance(called, dict) else False
         given = parsed_arguments(given) if isinstance(given, str) and given.strip() else given
         arguments = {} if given in (None, "") else given
@@ -210,7 +213,30 @@ def find_tool_calls(text: str, name: str) -> tuple[str, list[ToolCall]]:
 
 def _blanked(call: re.Match[str]) -> str:
     """Return blanks as long as a call of a tool; the text itself if it is none, as where thoughts mention the tag."""
-    return " " * len(call[0]) if isinstance(parsed_arguments(call[1]), dict) else call[0]
+    return " " * len(call[0]) if _tagged(call[1], ()) or isinstance(parsed_arguments(call[1]), dict) else call[0]
+
+
+def _tagged(text: str, tools: Iterable[Any]) -> dict[str, Any] | None:
+    """Return the call that `<function=NAME>` writes with a `<parameter=NAME>` for each argument; None if it is none."""
+    function = _FUNCTION.fullmatch(text)
+    if not function or _PARAMETER.sub("", function[2]).strip():
+        return None
+    given, kinds = _PARAMETER.findall(function[2]), _kinds(function[1], tools)
+    if len(dict(given)) < len(given):
+        return None
+    return {"name": function[1], "arguments": {
+        key: value if kinds.get(key, "string") == "string" else parsed_arguments(value) for key, value in given}}
+
+
+def _kinds(name: str, tools: Iterable[Any]) -> dict[str, Any]:
+    """Return the type of each parameter of a tool; None where its schema has none."""
+    for tool in tools:
+        found = tool.get("function", tool) if isinstance(tool, dict) else None
+        if isinstance(found, dict) and found.get("name") == name and isinstance(found.get("parameters"), dict):
+            properties = found["parameters"].get("properties")
+            return {key: each.get("type") if isinstance(each, dict) else None for key, each in properties.items()} \
+                if isinstance(properties, dict) else {}
+    return {}
 
 
 def response_body(request: ChatRequest | CompletionRequest, turn: ServedTurn, created: int,

@@ -175,6 +175,53 @@ def test_endpoint_reads_tool_calls_from_text(client, row):
     assert (thought, len(calls)) == (f"<think>{CALL}</think> So:", 1)
 
 
+TYPED = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {
+    "a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "array"}, "d": {}}}}}]
+TAGGED = """So.
+<tool_call>
+<function=add>
+<parameter=a>
+1
+</parameter>
+<parameter=b>
+2
+ 3
+</parameter>
+<parameter=c>
+[1, "x"]
+</parameter>
+</function>
+</tool_call>"""
+
+
+@pytest.mark.parametrize(("text", "tools", "meant"), [
+    (TAGGED, TYPED, {"a": 1, "b": "2\n 3", "c": [1, "x"]}),
+    (TAGGED, None, {"a": "1", "b": "2\n 3", "c": '[1, "x"]'}),
+    (TAGGED.replace("1\n", "one\n", 1), TYPED, {"a": "one", "b": "2\n 3", "c": [1, "x"]}),
+    ("<tool_call><function=add></function></tool_call>", TYPED, {}),
+    ("<tool_call><function=add><parameter=d>{}</parameter></function></tool_call>", TYPED, {"d": {}}),
+    (TAGGED.replace("<parameter=b>", "<parameter=a>"), TYPED, None), (TAGGED.replace("=add", ""), TYPED, None),
+    (TAGGED.replace("</parameter>", "", 1), TYPED, None), (TAGGED.replace("</function>", ""), TYPED, None),
+    (TAGGED.replace("<parameter=c>", "and <parameter=c>"), TYPED, None), (f"<think>{TAGGED}", TYPED, None),
+    (f"<think>{TAGGED}</think>So.", TYPED, None)])
+def test_endpoint_reads_calls_in_tags_by_the_schemas_of_their_tools(text, tools, meant):
+    before, calls = find_tool_calls(text, "", tools)
+    assert [json.loads(call.function.arguments) for call in calls] == ([] if meant is None else [meant])
+    assert before == (text if meant is None else "So." if "So." in text else "")
+
+
+@pytest.mark.parametrize(("call", "status"), [
+    ("<tool_call>{{ call.function | tojson }}</tool_call>", 200), ("", 200),
+    ("<tool_call>\n<function={{ call.function.name }}>\n</function>\n</tool_call>", 200),
+    ("[TOOL_CALLS][{{ call.function | tojson }}]", 400), ("<tool_call>{{ call.function.name }}\n</tool_call>", 400)])
+def test_endpoint_refuses_tools_whose_calls_it_would_not_read(row, monkeypatch, call, status):
+    served = row("an answer")
+    written = "{% for call in message.tool_calls or [] %}" + call + "{% endfor %}"
+    before, content, behind = served.tokenizer.chat_template.partition("{{ message['content'] }}")
+    monkeypatch.setattr(served.tokenizer, "chat_template", f"{before}{content}{written}{behind}")
+    assert served.chat(*ASKED, tools=TOOLS)[0] == status
+
+
 @pytest.mark.parametrize(("arguments", "same"), [
     ('{"city": "Zürich", "days": [1, 2]}', True), ('{"city":"Z\\u00fcrich","days":[1,2]}', True),
     ({"city": "Zürich", "days": [1, 2]}, True), ('{"days": [1, 2], "city": "Zürich"}', True),

@@ -59,7 +59,8 @@ class MCPTools:
                                               for each in tools.values()))
 
     async def step(self, text: str) -> Turn:
-        _, calls = find_tool_calls(text, "")
+        _, tools = await self._connected()
+        _, calls = find_tool_calls(text, "", tools.values())
         if calls:
             return Turn("\n".join([await self._call(each.function.name, each.function.arguments) for each in calls]))
         if "<tool_call>" in text.rpartition("</think>")[2]:

@@ -79,7 +79,10 @@ class _TurnClient(Client):
     async def get_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None,
                            **more: Any) -> Response:
         self.asked.put_nowait(_texts(prompt))
-        text, calls = find_tool_calls(await self.said.get(), str(len(prompt))) if tools else (await self.said.get(), [])
+        text, calls = await self.said.get(), []
+        if tools:
+            plain = [each if isinstance(each, dict) else each.model_dump() for each in tools]
+            text, calls = find_tool_calls(text, str(len(prompt)), plain)
         called = [ToolCall(id=each.id, name=each.function.name, arguments=each.function.arguments) for each in calls]
         message = ResponseMessage(role="assistant", content=text, tool_calls=called or None, is_truncated=False,
                                   finish_reason="tool_calls" if called else "stop")
