@@ -213,12 +213,16 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str, bool]:
     folder, hub = find(path, "models", spec.folder), on_hub(path, "models", spec.folder)
     if folder is None:
         return f"there is no model folder `{path}`" + (f", and {fetched(hub)}" if hub else ""), remedy, False
-    if not (folder / "config.json").is_file():
-        if (folder / "adapter_config.json").is_file():
-            merge = f"m = peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
-            return f"`{shown(folder)}` has an adapter, and not the model that it belongs to", \
-                f"Merge both, and copy the tokenizer's files:  python -c \"import peft; {merge}; " \
-                "m.save_pretrained('merged')\"", False
+    has_config = (folder / "config.json").is_file()
+    if (folder / "adapter_config.json").is_file():  # which transformers would load with the model
+        merge = f"m = peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
+        hint = f"Merge both, and copy the tokenizer's files:  python -c \"import peft; {merge}; " \
+               "m.save_pretrained('merged')\""
+        whole = has_config and not half_download(folder, weights=True)
+        return (f"`{shown(folder)}` has an adapter beside a model, which may have it in its weights already",
+                f"If it has, take adapter_config.json out of the folder.\n{hint}", False) if whole else \
+            (f"`{shown(folder)}` has an adapter, and not the model that it belongs to", hint, False)
+    if not has_config:
         return f"`{shown(folder)}` is no model folder: it has no config.json", remedy, False
     if needs_code(folder):
         return *refusal(folder, f"`{shown(folder)}`"), False

@@ -150,18 +150,33 @@ _PLAIN: dict[str, dict[str, Any]] = {
 _ODD = ("attention_bias", "mlp_bias", "use_sliding_window", "mlp_only_layers", "quantization_config", "text_config",
         "vision_config")
 """Keys by which a model of these families differs from what is counted."""
-_VARYING = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on a row's length."""
+_ROTARY = {"default": set[str](), "linear": {"factor"}, "yarn": {"factor"},
+           "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}}
+"""Rotary embeddings whose frequencies depend on no row's length, and the keys that each needs."""
 
 
 def _is_plain(config: dict[str, Any]) -> bool:
+    """Return whether a model's sizes are those of its family, and its configuration has nothing that transformers could
+    refuse."""
     kind, rotary = config.get("model_type", "llama"), config.get("rope_parameters") or config.get("rope_scaling") or {}
     windows = any(layer != "full_attention" for layer in config.get("layer_types") or ()) or \
         (kind == "mistral" and config.get("sliding_window", 4096))
     if kind not in _PLAIN or windows or not isinstance(rotary, dict) or any(config.get(key) for key in _ODD):
         return False
-    return config.get("decoder_sparse_step", 1) == 1 and \
-        (rotary.get("rope_type") or rotary.get("type")) not in _VARYING
+    needs = _ROTARY.get(rotary.get("rope_type") or rotary.get("type") or "default")
+    return config.get("decoder_sparse_step", 1) == 1 and needs is not None and needs <= rotary.keys() and \
+        config.get("hidden_act", "silu") == "silu" and _fits(config)
+
+
+
+def _fits(config: dict[str, Any]) -> bool:
+    """Return whether heads divide each other and the states, and the padding token is one of the vocabulary."""
+    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "pad_token_id")
+    hidden, heads, kv_heads, vocabulary, pad = (config.get(name) for name in names)
+    kv_heads, pad = kv_heads or heads, pad or 0
+    if not all(isinstance(each, int) and each > 0 for each in (hidden, heads, kv_heads, vocabulary, pad + 1)):
+        return True  # the arithmetic says what is wrong
+    return heads % kv_heads == 0 and bool(config.get("head_dim") or hidden % heads == 0) and pad < vocabulary
 
 
 def _by_arithmetic(config: dict[str, Any]) -> Shape:

@@ -127,7 +127,9 @@ def write(folder: Path, config: dict | str) -> Path:
     ("[1]", "is not the configuration of a language model: it holds [1], not settings by their names"),
     ("[" * 100_000, "is not the configuration of a language model: it is nested too deeply"),
     ({**PLAIN, "model_type": "llama", "hidden_size": "wide"}, "a value has the wrong type"),
-    ({"model_type": "llama", "hidden_size": 64}, "it has no 'num_hidden_layers'")])
+    ({"model_type": "llama", "hidden_size": 64}, "it has no 'num_hidden_layers'"),
+    ({**PLAIN, "model_type": "llama", "rope_scaling": {"type": "unheard-of", "factor": 2.0}}, "KeyError: 'unheard-of'"),
+    ({**PLAIN, "model_type": "llama", "pad_token_id": 320}, "Padding_idx must be within num_embeddings")])
 def test_what_is_no_causal_language_model_is_refused_with_its_line(tmp_path: Path, config: dict | str,
                                                                    says: str) -> None:
     spec = load_for_planning("grpo", None, [f"roles.actor.model={write(tmp_path / 'model', config)}"])
@@ -140,6 +142,15 @@ def test_quantized_weights_are_refused_before_they_are_loaded(tmp_path: Path) ->
     config = {**PLAIN, "model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4}}
     assert "has quantized weights (quant_method: awq), and training needs them whole" in refused_on_this_machine(
         write(tmp_path / "quantized", config))
+
+
+def test_an_adapter_beside_a_model_is_refused_as_transformers_would_load_both(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", {**PLAIN, "model_type": "llama"})
+    (folder / "adapter_config.json").write_text("{}")
+    for whole, says in ((True, "has an adapter beside a model, which may have it in its weights already"),
+                        (False, "has an adapter, and not the model that it belongs to")):
+        save_file({}, folder / "model.safetensors") if whole else (folder / "model.safetensors").unlink()
+        assert says in load_for_planning("sft", None, [f"roles.actor.model={folder}"]).mistakes[0].what
 
 
 def refused_on_this_machine(folder: Path) -> str:

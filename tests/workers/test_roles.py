@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engines.families import build
+from safetensors.torch import load_file, save_file
 from training import role_of
 from transformers import (
     AutoModelForCausalLM,
@@ -88,6 +90,53 @@ def test_no_end_is_proposed_where_none_is_named(folder):
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
     with pytest.raises(InvalidInput, match='Add to it:  "eos_token": "TOKEN"   with the token that ends an answer'):
         load(folder)
+
+
+def family_folder(folder, family, tensors=(), **settings):
+    """A folder of a tiny model with further tensors and other settings."""
+    build(family).save_pretrained(folder)
+    build_tokenizer(["one"]).save_pretrained(folder)
+    save_file(load_file(folder / "model.safetensors") | dict(tensors), folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | settings))
+    return folder
+
+
+SCALES = {"model.layers.1.mlp.up_proj.weight_scale_inv": torch.ones(1, 1), "lm_head.weight_scale_inv": torch.ones(1)}
+MASKS = {f"transformer.h.{layer}.attn.{name}": torch.ones(1, 1, 8, 8) for layer in (0, 1)
+         for name in ("bias", "masked_bias")}
+UNUSED = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8), "v_head.summary.weight": torch.ones(1, 64),
+          "model.layers.2.eh_proj.weight": torch.ones(64, 128)}
+
+
+@pytest.mark.parametrize(("family", "tensors", "settings", "odd"), [
+    ("qwen2", {}, {"model_type": "llama"}, "a LlamaForCausalLM does not compute: model.*k_proj.bias"),
+    ("qwen3", {}, {"model_type": "llama"}, "compute: model.layers.0.self_attn.k_norm.weight"),
+    ("llama", SCALES, {}, "compute: lm_head.weight_scale_inv, model.layers.1.mlp.up_proj.weight_scale_inv"),
+    ("llama", UNUSED, {}, ""), ("gpt2", MASKS, {}, "")])
+def test_weights_that_a_layer_does_not_read_are_refused(tmp_path, family, tensors, settings, odd):
+    """The model was trained with them; transformers leaves them out with a warning."""
+    folder = family_folder(tmp_path, family, tensors, **settings)
+    if odd:
+        with pytest.raises(InvalidInput, match=odd):
+            load(folder)
+    else:
+        load(folder)
+
+
+@pytest.mark.parametrize(("settings", "says"), [
+    ({"num_hidden_layers": 3}, "is no whole LlamaForCausalLM: .* 9 of its weights: model.layers.2"),
+    ({"rope_parameters": {"rope_type": "unheard-of"}}, "transformers cannot read .* \\(KeyError: 'unheard-of'\\)")])
+def test_a_folder_that_is_no_model_of_its_configuration_is_refused(tmp_path, settings, says):
+    with pytest.raises(InvalidInput, match=says):
+        load(family_folder(tmp_path, "llama", **settings))
+
+
+def test_an_end_that_is_no_number_is_refused(alone, tmp_path):
+    folder = family_folder(tmp_path, "llama")
+    (folder / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
+    with pytest.raises(InvalidInput, match='generation_config.json: `eos_token_id` holds "</s>", which is no number'):
+        role_from(folder)
 
 
 def test_an_answer_with_an_end_that_the_models_folder_names_gets_no_second_one(alone, tmp_path, model):

@@ -34,12 +34,15 @@ from distflow.data.dataset import open_training_sets
 from distflow.data.problems import answer_text, asked_and_answered, content_text, mended_record, messages_of
 from distflow.errors import Diagnostic, InvalidInput, Location, listing, shown
 from distflow.telemetry import events
+from workers.engines.capabilities import decoder_layers
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.value import with_value_head
 from workers.engines.vision import ImageProcessor, LibraryProcessor, attach_images
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*",
                     "merges.txt", "*.model", "tekken.json", "additional_chat_templates/*")
+_TABLES = ("masked_bias", "inv_freq", "causal_mask")
+"""Ends of names of tensors that older files have of a layer, and that a model makes itself."""
 _WEIGHTS = {"dtype": "auto", "weights_only": True, "attn_implementation": "eager"}
 """How weights are read: a .bin file is pickled, and may hold tensors alone. Some models have other classes for other
 attention, of which "eager" is right for all; `capabilities.prepare` sets what is used."""
@@ -132,6 +135,7 @@ def _load_folder(folder: Path, head: Head) -> PreTrainedModel:
     model = _frozen_as_built(model)
     model = with_value_head(model) if head == "value" and not kept else model
     _require_whole(model, folder, {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
+    _require_read(model, folder, report["unexpected_keys"])
     return model
 
 
@@ -142,6 +146,30 @@ def _require_whole(model: PreTrainedModel, folder: Path, drawn: set[str]) -> Non
         what = f"`{shown(folder)}` is no whole {type(model).__name__}: its files do not have, or in another shape, " \
                f"{listing(lacking, f'{len(lacking)} of its weights')}"
         hint = "Take a folder that has them. Base models and classifiers are saved without a head that gives tokens."
+        raise InvalidInput(Diagnostic(what, None, hint))
+
+
+def _require_read(model: PreTrainedModel, folder: Path, unread: set[str]) -> None:
+    """Refuse a folder with weights that a layer of the model does not read, or another part without parts of its own:
+    it was trained with them. Layers that the model lacks, and heads for other tasks, may stay unread."""
+    if not unread:
+        return
+    parts = dict(model.named_modules())
+    inner = {part for layer in decoder_layers(model) for part in layer.modules()}
+    odd = list[str]()
+    for name in sorted(unread):
+        above = name.rpartition(".")[0]
+        while above not in parts:
+            above = above.rpartition(".")[0]
+        part = parts[above]
+        has_table = name.removeprefix(f"{above}.") in dict(part.named_buffers()) or name.endswith(_TABLES)
+        if not has_table and (part in inner or above and not [*part.children()]):
+            odd.append(name)
+    if odd:
+        what = listing(odd, f"`{shown(folder)}` has weights with which a {type(model).__name__} does not compute")
+        hint = 'Correct its config.json: its `model_type`, or a setting such as  "attention_bias": true\n' \
+               "Of scales of quantized weights, take the model that was quantized. Take what is of no use out of its " \
+               "files."
         raise InvalidInput(Diagnostic(what, None, hint))
 
 
@@ -160,10 +188,9 @@ def _read(kind: Any, folder: Path, **options: Any) -> Any:
     """Read a part of a model's folder, without running code that is in it. Raises InvalidInput: it needs that."""
     try:
         return kind.from_pretrained(folder, trust_remote_code=False, **options)
-    except ValueError as error:
-        if not code_of(folder):
-            raise
-        what, hint = refusal(folder, f"`{shown(folder)}`")
+    except (ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+        what, hint = refusal(folder, f"`{shown(folder)}`") if code_of(folder) and isinstance(error, ValueError) else (
+            f"transformers cannot read `{shown(folder)}` ({type(error).__name__}: {' '.join(str(error).split())})", "")
         raise InvalidInput(Diagnostic(what, None, hint)) from error
 
 
@@ -186,7 +213,12 @@ def _named_ends(folder: Path) -> list[int]:
     named: Any = _read(GenerationConfig, folder).eos_token_id if has_own else None
     if named is None:
         named = GenerationConfig.from_model_config(_read(AutoConfig, folder)).eos_token_id
-    return [named] if isinstance(named, int) else [*(named or ())]
+    ends = named if isinstance(named, list) else [named] if named is not None else []
+    if odd := next((end for end in ends if not isinstance(end, int)), None):
+        raise InvalidInput(Diagnostic(f"`eos_token_id` holds {json.dumps(odd)}, which is no number of a token",
+                                      Location(shown(folder / (GENERATION_CONFIG_NAME if has_own else "config.json"))),
+                                      "Write the number that the tokenizer has for it."))
+    return ends
 
 
 def _embedded_tokenizer(spec: Spec, with_images: bool) -> PreTrainedTokenizerBase:

@@ -62,7 +62,10 @@ class ModelFiles(Mapping[str, Tensor]):
                 self.files: dict[str, str] = dict.fromkeys(self._open(whole).keys(), whole)
                 return
             if (folder / index).is_file():
-                self.files = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"]
+                named = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()
+                self.files = {}  # an index may name other files than have a tensor, which transformers does not mind
+                for file in sorted({*named}):
+                    self.files |= dict.fromkeys(self._open(file).keys(), file)
                 return
         raise EngineError(f"the folder {folder} has no weights any more ({SAFE_WEIGHTS_NAME}), and what is not trained "
                           "is saved as it is there. Put it back:  distflow export RUN  then writes the model")

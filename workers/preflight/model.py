@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distflow.config.spec import Spec
@@ -202,6 +203,11 @@ def prove_engine(role: RoleEngines, rows: ProofRows, loaded: Tensor | None) -> l
     found = engine.logprobs(rows.prompts, rows.responses, 1.0).values
     if isinstance(engine, FSDPEngine):
         own = engine.own_logprobs(rows.prompts, rows.responses).values
+        if not _all_finite(role, own):
+            return [FailedProof(Diagnostic(
+                f"role `{role.name}`: the model's own code computes numbers that are not finite{_odd_weight(engine)}",
+                None, "A run that diverged has saved it, or its files have larger numbers than the `dtype` of its "
+                "config.json holds. Take an earlier checkpoint, or correct `dtype`."))]
         if wrong := _difference(role, found, own):
             alone = torch.cat([engine.logprobs(rows.prompts.select(row), rows.responses.select(row), 1.0).values
                                for row in torch.arange(len(rows.prompts)).split(1)])
@@ -248,6 +254,19 @@ def _largest(role: RoleEngines, values: Tensor) -> Tensor:
         if mesh.size(axis) > 1:
             dist.all_reduce(values, dist.ReduceOp.MAX, group=mesh.get_group(axis))
     return values.cpu()
+
+
+def _all_finite(role: RoleEngines, values: Tensor) -> bool:
+    """Return whether values are finite on all ranks. Collective."""
+    return not float(_largest(role, values.float().isfinite().logical_not().any()[None].float())[0])
+
+
+def _odd_weight(engine: FSDPEngine) -> str:
+    """Return which weight has such a number on this rank, for a sentence; "" if none."""
+    shards = ((name, shard.to_local() if isinstance(shard, DTensor) else shard)
+              for name, shard in engine.policy.model.named_parameters())
+    name = next((name for name, shard in shards if not shard.isfinite().all()), "")
+    return name and f": `{name}` has some"
 
 
 def _difference(role: RoleEngines, found: Tensor, expected: Tensor) -> str:

@@ -150,6 +150,21 @@ def test_save_pretrained_writes_tied_tensors_once(alone, tmp_path, names, writte
     assert ModelFiles(tmp_path / "model").keys() - tensors.keys() == set(written)
 
 
+def test_save_pretrained_reads_each_file_of_weights_whatever_the_index_says(alone, tmp_path):
+    """As transformers does: an index may name the wrong file, tensors that there are not, and not all that there are.
+    """
+    source = source_of("llama", tmp_path / "source", sharded=True)
+    index = source / "model.safetensors.index.json"
+    said = json.loads(index.read_text())
+    files = sorted({*said["weight_map"].values()})
+    first, second, *rest = sorted(said["weight_map"])
+    said["weight_map"] = {second: files[-1], "gone": files[0]} | dict.fromkeys(rest, files[0]) | dict(zip(rest, files))
+    index.write_text(json.dumps(said))
+    written = compare(source, saved_by(source))
+    assert written == 0
+    assert first in ModelFiles(tmp_path / "model")
+
+
 def test_save_pretrained_of_a_value_model_leaves_out_the_vocabulary_head(alone, tmp_path):
     source = source_of("llama", tmp_path / "source")
     saved_by(source, head="value")

@@ -126,6 +126,13 @@ def test_faults_of_what_was_loaded_are_found(fault):
         proofs.at_start({"actor": role}, Preflight())
 
 
+def test_a_model_whose_numbers_are_not_finite_is_named_with_its_weight():
+    role, proofs = started()
+    weight(role, "model.layers.1.mlp.up_proj.weight").data[3, 5] = torch.inf
+    with pytest.raises(InvalidInput, match="numbers that are not finite: `model.layers.1.mlp.up_proj.weight` has"):
+        proofs.at_start({"actor": role}, Preflight())
+
+
 def load_half(role):
     load = role.rollout.load
     role.rollout.load = lambda weights, version: load(
