@@ -233,11 +233,10 @@ with {engines}.
 Other families were not asked yet. Differences of what is right are at most {loose:g} of the largest value. The proofs
 of a run's start make this comparison with the run's own model.
 
-- Latent attention (DeepSeek-V2, V3, GLM-4-MoE-Lite) in vLLM on a CPU: vLLM's rotary kernel for CPUs is wrong for it.
+- vLLM on a CPU: its rotary kernel is wrong for queries with an axis of heads (DeepSeek-V2, V3, GLM-4-MoE-Lite, LFM2).
   distflow sets `custom_ops: ["-rotary_embedding"]` there, and vLLM computes these embeddings in PyTorch.
 - `mistral` in SGLang: its class is that of Llama, without a sliding window. The tiny model has one. Mistral's files
   since version 0.2 have none.
-- `lfm2` in vLLM on a CPU differs by 0.12 of the largest value. The cause is unknown.
 - `gemma2` in SGLang: `torch_native`, its attention for any CPU, leaves out soft caps.
 
 ## What is no decoder-only language model

@@ -17,6 +17,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors reads no longer one
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """What transformers loads: the first of these that is there, or else the files that its index names."""
+_WHOLE = ("F64", "F32", "F16", "BF16")
 _POINTER = b"version https://git-lfs"
 
 
@@ -26,6 +27,15 @@ def half_download(folder: Path, weights: bool) -> str:
         return next(_lacks(folder, weights), "")
     except (ValueError, LookupError, TypeError, AttributeError):  # of an index
         return "its index of weights is cut or damaged"
+
+
+def narrow_weight(folder: Path) -> str:
+    """Return a weight in a model's files that has less than 16 bits, with its dtype, or an integer; "" if none has."""
+    files = [folder / name for name in _weights_of(folder) if name.endswith(".safetensors")]
+    narrow = (f"{name}: {item['dtype']}" for file in files if file.is_file()
+              for name, item in safetensors_header(file)[1].items()
+              if name.endswith(".weight") and item["dtype"] not in _WHOLE)
+    return next(narrow, "")
 
 
 def _lacks(folder: Path, weights: bool) -> Iterator[str]:

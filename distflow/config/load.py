@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from distflow.config import command_line
 from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.dag import Dag
-from distflow.config.downloads import half_download
+from distflow.config.downloads import half_download, narrow_weight
 from distflow.config.extras import file_system_line
 from distflow.config.families import why_refused
 from distflow.config.freeze import check_freeze
@@ -233,20 +233,22 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str, bool]:
             return f"`{shown(folder)}` holds no causal language model: {why}", other, False
         if shape := shape_of(content):
             spec.shapes[role] = shape
-        if quantized := content.get("quantization_config"):
+        if quantized := content.get("quantization_config") or content.get("compression_config"):
             return _quantized(folder, quantized)
     except ValueError as error:
         return f"{shown(folder / 'config.json')} is not the configuration of a language model: {error}", "", False
     if lack := half_download(folder, weights=not hub):  # which are downloaded later
         return f"`{shown(folder)}` is no whole model folder: {lack}", \
             f"Download what is missing; in a clone:  git lfs pull   {remedy}", True
+    if narrow := narrow_weight(folder):
+        return _quantized(folder, narrow)
     return "", "", False
 
 
 def _quantized(folder: Path, how: Any) -> tuple[str, str, bool]:
     """Return why quantized weights are refused: engines would compute with them as if they were the weights."""
-    method = how.get("quant_method") if isinstance(how, dict) else how
-    return (f"`{shown(folder)}` has quantized weights (quant_method: {method}), and training needs them whole",
+    method = f"quant_method: {how.get('quant_method')}" if isinstance(how, dict) else how
+    return (f"`{shown(folder)}` has quantized weights ({method}), and training needs them whole",
             "Take the model that was quantized, or write it with whole weights by transformers, if it dequantizes "
             "this method:  model.dequantize().save_pretrained(…)", True)
 

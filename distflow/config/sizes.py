@@ -153,6 +153,7 @@ _ODD = ("attention_bias", "mlp_bias", "use_sliding_window", "mlp_only_layers", "
 _ROTARY = {"default": set[str](), "linear": {"factor"}, "yarn": {"factor"},
            "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}}
 """Rotary embeddings whose frequencies depend on no row's length, and the keys that each needs."""
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _is_plain(config: dict[str, Any]) -> bool:
@@ -165,7 +166,8 @@ def _is_plain(config: dict[str, Any]) -> bool:
         return False
     needs = _ROTARY.get(rotary.get("rope_type") or rotary.get("type") or "default")
     return config.get("decoder_sparse_step", 1) == 1 and needs is not None and needs <= rotary.keys() and \
-        config.get("hidden_act", "silu") == "silu" and _fits(config)
+        config.get("hidden_act", "silu") == "silu" and _fits(config) and \
+        (config.get("dtype") or config.get("torch_dtype") or "float32") in _DTYPES
 
 
 

@@ -144,6 +144,14 @@ def test_quantized_weights_are_refused_before_they_are_loaded(tmp_path: Path) ->
         write(tmp_path / "quantized", config))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_narrow_weights_are_refused_also_where_no_quantization_is_named(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = write(tmp_path / "model", {**PLAIN, "model_type": "llama"})
+    for narrow, says in (("up_proj.weight", True), ("attn.bias", False)):
+        save_file({"norm.weight": torch.ones(4), narrow: torch.ones(4).to(dtype)}, folder / "model.safetensors")
+        assert (f"has quantized weights ({narrow}: " in refused_on_this_machine(folder)) == says
+
+
 def test_an_adapter_beside_a_model_is_refused_as_transformers_would_load_both(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", {**PLAIN, "model_type": "llama"})
     (folder / "adapter_config.json").write_text("{}")

@@ -56,10 +56,10 @@ def test_a_family_is_what_the_table_says(family, tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-@pytest.mark.parametrize("family", ["mixtral", "gemma2", "glm", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["mixtral", "gemma2", "glm", "deepseek_v2", "lfm2"])
 def test_a_family_is_sampled_by_vllm_as_it_is_trained(family, tmp_path):
     """Renamed experts; tied embeddings without a head; a class of transformers, which vLLM changes; latent
-    attention."""
+    attention; queries that are rotated with an axis of heads."""
     family_checks.write(tmp_path, family, 2)
     found = family_checks.sampled(tmp_path, "vllm")
     assert max(found.values()) < LOOSE_SHARE

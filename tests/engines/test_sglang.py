@@ -105,6 +105,22 @@ def test_a_flag_that_sglang_does_not_know_is_an_error_with_its_last_words(mesh, 
     assert time.monotonic() - began < SOON
 
 
+def test_a_sampler_that_the_user_names_draws_without_seeds_and_deterministic_kernels(mesh, monkeypatch):
+    prompts, ids, model = Ragged.from_rows([torch.tensor([5, 6, 7])]), torch.arange(8), tiny()
+    monkeypatch.setenv("DISTFLOW_SGLANG_FLAGS", "--sampling-backend pytorch")
+    engine = build("sglang", mesh, model)
+    try:
+        first, second = (engine.generate(prompts, 8, ids, key=3) for _ in range(2))
+    finally:
+        engine.close()
+    assert not engine.seeded
+    assert first.tokens.values.tolist() != second.tokens.values.tolist()
+    rows = [torch.cat([prompts.rows[0], row]) for row in first.tokens.rows]
+    with torch.no_grad():
+        known = [model(row[None]).logits[0, 2:-1].log_softmax(-1).gather(1, row[3:, None])[:, 0] for row in rows]
+    assert float((torch.cat(known) - first.logprobs.values).abs().max()) < ROUNDING[4].most
+
+
 def test_a_python_without_sglang_is_named_with_what_to_install(mesh, monkeypatch, tmp_path):
     for python in (tmp_path / "python", Path("/bin/false")):
         monkeypatch.setenv("DISTFLOW_SGLANG_PYTHON", str(python))

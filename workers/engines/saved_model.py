@@ -202,6 +202,8 @@ class ModelWriter:
         kind: Any = self.kind
         model, report = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager",
                                              output_loading_info=True, device_map=None if self.computes else "meta")
+        find = _Places(self._skeleton())
+        unknown = unknown | {find.renamed(name)[0] for name in unknown}  # reports have names of a loaded model
         for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
             if odd := sorted(map(str, set(report.get(what) or ()) - unknown)):
                 raise ModelDamaged(f"transformers does not load the written model {folder} as it is: "
@@ -282,11 +284,16 @@ class _Places:
 
     def __call__(self, name: str) -> tuple[list[str], bool]:
         """Return the names in the loaded model, none if the tensor is not loaded, and whether it is fused or cut."""
-        place, pattern = rename_source_key(name, self.renamings, self.converters, self.prefix, self.there)
-        if place not in self.there and name in self.there:
-            place, pattern = rename_source_key(name, [], [], self.prefix, self.there)
+        place, pattern = self.renamed(name)
         if place not in self.there:
             return [], False
         first, *others = self.by_pattern[pattern].target_patterns if pattern else [place]
         places = [place, *(place.replace(first, other) for other in others)]
         return places, pattern is not None
+
+    def renamed(self, name: str) -> tuple[str, str | None]:
+        """Return the name that a tensor would have in the loaded model, and the pattern by which it is fused or cut."""
+        place, pattern = rename_source_key(name, self.renamings, self.converters, self.prefix, self.there)
+        if place not in self.there and name in self.there:
+            place, pattern = rename_source_key(name, [], [], self.prefix, self.there)
+        return place, pattern

@@ -124,6 +124,14 @@ def test_save_pretrained_copies_layers_that_transformers_does_not_load(alone, tm
     compare(tmp_path / "model", tmp_path / "again", lambda name: False)
 
 
+def test_save_pretrained_copies_experts_of_layers_that_the_configuration_leaves_out(alone, tmp_path):
+    """Transformers names such experts as if it had stacked them."""
+    source = source_of("glm4_moe", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    assert compare(source, saved_by(source), lambda name: "layers.1." not in name) > 12
+
+
 @pytest.mark.parametrize(("family", "target", "changed", "more"), [
     ("tied", "lm_head", 1, {"lm_head.weight"}), ("tied", "embed_tokens", 2, {"lm_head.weight"}),
     ("mixtral", "all-linear", 34, set())])

@@ -39,7 +39,7 @@ from workers.engines.external import ExternalRollout, RequestSession, cache_on_c
 from workers.engines.rollout import SampledRow, require_shapes
 from workers.engines.routing import Routing, routers_of
 from workers.engines.sampling import TokenLimits, key_of
-from workers.engines.sglang.server import SGLangServer
+from workers.engines.sglang.server import SGLangServer, further_flags
 from workers.engines.sglang.weights import Buckets, serialize_handles
 
 _HEALTH_TIMEOUT = 60.0  # seconds in which a healthy server samples a token
@@ -159,8 +159,9 @@ class SGLangSession(RequestSession):
         settings = self.engine.generation
         limits = self.limits or settings
         # SGLang draws differently once any row of a batch is greedy or has a top-k: with seeds, give a top-k to all.
-        common = {"temperature": self.temperature, "top_p": limits.top_p,
-                  "top_k": limits.top_k or self.engine.vocabulary, "stop_token_ids": sorted(self.ends)}
+        whole = self.engine.vocabulary if self.engine.seeded else -1
+        common = {"temperature": self.temperature, "top_p": limits.top_p, "top_k": limits.top_k or whole,
+                  "stop_token_ids": sorted(self.ends)}
         return {"rid": list(new), "input_ids": [row.sequence.tolist() for row in new.values()],
                 "extra_key": str(self.engine.version), "return_logprob": True,
                 "return_routed_experts": settings.routing_replay, "sampling_params": [
@@ -224,6 +225,8 @@ class SGLangRollout(ExternalRollout):
         super().__init__(model, settings, mesh, seed, end_tokens, ep)
         self.share = TPGroup(mesh)
         self.routing = Routing.of(model) if self.generation.routing_replay else None
+        self.seeded = not any(flag.startswith("--sampling-backend") for flag in further_flags())
+        """Whether rows are drawn by seeds: SGLang does so by its deterministic kernels and its own sampler alone."""
         layers = decoder_layers(model)
         self.layers, self.sparse = len(layers), [index for index, layer in enumerate(layers) if routers_of(layer)]
         self.server: SGLangServer | None = None  # the server, on the rank that owns it
@@ -267,7 +270,8 @@ class SGLangRollout(ExternalRollout):
                  "stream-interval": 1 << 30,  # events come at a row's first token and at its end
                  "custom-weight-loader": _READ,
                  "log-level": "warning", **special(config, settings, self.dtype)}
-        switches = ["--skip-tokenizer-init", "--sleep-on-idle", "--enable-deterministic-inference",
+        switches = ["--skip-tokenizer-init", "--sleep-on-idle",
+                    *(["--enable-deterministic-inference"] * self.seeded),
                     *(["--enable-return-routed-experts"] * settings.routing_replay),
                     *(["--enable-memory-saver"] if self.device == "cuda" else []),
                     *([] if self.device == "cuda" and self.generation.cuda_graphs else ["--disable-cuda-graph"])]

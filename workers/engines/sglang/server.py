@@ -50,7 +50,7 @@ runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 class SGLangServer:
     """A server process with its children, protected by a key. `DISTFLOW_SGLANG_PYTHON` names the Python of the
-    environment that has SGLang (default: this one), and `DISTFLOW_SGLANG_FLAGS` has further flags for the server."""
+    environment that has SGLang (default: this one)."""
 
     def __init__(self, folder: tempfile.TemporaryDirectory, flags: list[str], device: str, ranks: int = 1):
         self.folder = folder
@@ -58,9 +58,8 @@ class SGLangServer:
         self.python = os.environ.get(ROLLOUTS["sglang"].elsewhere, sys.executable)
         self.version = self._version()
         self.began, (self.port, other) = time.monotonic(), _free_ports()
-        further = shlex.split(os.environ.get("DISTFLOW_SGLANG_FLAGS", ""))
         arguments = [*flags, "--host", "127.0.0.1", "--port", str(self.port), "--nccl-port", str(other), "--api-key",
-                     self.key, "--skip-server-warmup", "--log-level-http", "warning", *further]
+                     self.key, "--skip-server-warmup", "--log-level-http", "warning", *further_flags()]
         with self.log.open("wb") as log:
             self.process = spawn(
                 [self.python, "-c", _PROGRAM], die_with_parent=0, session=True, stdin=subprocess.PIPE, stdout=log,
@@ -178,6 +177,11 @@ class SGLangServer:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.folder.cleanup()
+
+
+def further_flags() -> list[str]:
+    """Return the flags for the server that the user has named."""
+    return shlex.split(os.environ.get("DISTFLOW_SGLANG_FLAGS", ""))
 
 
 def _free_ports() -> tuple[int, int]:

@@ -229,9 +229,8 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def on_cpu(config: PretrainedConfig, generation: Generation, dtype: torch.dtype) -> dict[str, object]:
     tokens, size = cache_on_cpu(config, generation, dtype, _CPU_BLOCK)
-    latent = getattr(config.get_text_config(), "kv_lora_rank", None)  # heads that vLLM's kernel rotates wrongly
     return {"enforce_eager": True, "max_model_len": longest_row(config),
-            **({"compilation_config": {"custom_ops": ["-rotary_embedding"]}} if latent else {}),
+            "compilation_config": {"custom_ops": ["-rotary_embedding"]},  # its kernel is wrong where heads have an axis
             "block_size": _CPU_BLOCK, "kv_cache_memory_bytes": tokens * size}
 
 
