@@ -132,6 +132,15 @@ def test_a_folder_that_is_no_model_of_its_configuration_is_refused(tmp_path, set
         load(family_folder(tmp_path, "llama", **settings))
 
 
+def test_weights_with_a_prefix_are_refused_with_it(tmp_path):
+    """As saved from within `torch.compile`."""
+    folder = family_folder(tmp_path, "llama")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({f"_orig_mod.{name}": each for name, each in tensors.items()}, folder / "model.safetensors")
+    with pytest.raises(InvalidInput, match=r"It has `_orig_mod.lm_head.weight`: take `_orig_mod\.` out of all names"):
+        load(folder)
+
+
 def test_an_end_that_is_no_number_is_refused(alone, tmp_path):
     folder = family_folder(tmp_path, "llama")
     (folder / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')

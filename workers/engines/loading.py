@@ -134,18 +134,21 @@ def _load_folder(folder: Path, head: Head) -> PreTrainedModel:
     model, report = _read(kept or language, folder, output_loading_info=True, ignore_mismatched_sizes=True, **_WEIGHTS)
     model = _frozen_as_built(model)
     model = with_value_head(model) if head == "value" and not kept else model
-    _require_whole(model, folder, {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
+    drawn = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
+    _require_whole(model, folder, drawn, report["unexpected_keys"])
     _require_read(model, folder, report["unexpected_keys"])
     return model
 
 
-def _require_whole(model: PreTrainedModel, folder: Path, drawn: set[str]) -> None:
+def _require_whole(model: PreTrainedModel, folder: Path, drawn: set[str], unread: set[str]) -> None:
     """Refuse a folder whose files lack weights of its model, or have them in other shapes: transformers has `drawn`
-    them at random."""
+    them at random, and left others `unread`."""
     if lacking := sorted(drawn & model.state_dict().keys()):
         what = f"`{shown(folder)}` is no whole {type(model).__name__}: its files do not have, or in another shape, " \
                f"{listing(lacking, f'{len(lacking)} of its weights')}"
-        hint = "Take a folder that has them. Base models and classifiers are saved without a head that gives tokens."
+        other = next((name for name in sorted(unread) if name.endswith(f".{lacking[0]}")), "")
+        hint = f"It has `{other}`: take `{other.removesuffix(lacking[0])}` out of all names." if other else \
+            "Take a folder that has them. Base models and classifiers are saved without a head that gives tokens."
         raise InvalidInput(Diagnostic(what, None, hint))
 
 
