@@ -19,6 +19,7 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
+import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ from pathlib import Path
 _ALIKE = 0.6  # similarity (difflib's ratio) from which a word is proposed in place of another
 _CANDIDATES = 3  # words of which one with the same letters is preferred: two of its own are swapped
 _LISTED = 30
+_ROOT = Path(__file__).resolve().parents[1]
+_FOREIGN = tuple(f"{folder}/" for folder in (*(_ROOT / name for name in ("distflow", "workers", "planners")),
+                                             *{sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib")}))
 _MISTAKES = 50  # mistakes that are shown
 _VALUE, _LINE, _COMMAND = 100, 600, 900
 """Characters of a value, of a line of a message, and of a line to paste, from which the middle is left out."""
@@ -198,3 +202,8 @@ def shown(path: Path | str) -> str:
         return str(Path(path).resolve().relative_to(Path.cwd()))
     except ValueError:
         return str(path)
+
+
+def is_users(file: str) -> bool:
+    """Return whether code in `file`, as a traceback names it, is neither distflow's nor a library's."""
+    return not file.startswith((*_FOREIGN, "<"))

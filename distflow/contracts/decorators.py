@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, overload
 
 from pydantic import AfterValidator, Field
 
-from distflow.errors import Diagnostic, InvalidInput, Location, shown
+from distflow.errors import Diagnostic, InvalidInput, Location, is_users, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
@@ -263,7 +263,8 @@ def load_module(name: str, hint: str = "", limit: float = 300.0) -> types.Module
         with _limited(limit):
             return importlib.import_module(name)
     except _IMPORT_FAILS as error:
-        frame = [each for each in traceback.extract_tb(error.__traceback__) if each.filename != __file__][-1]
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename != __file__]
+        frame = ([each for each in frames if is_users(each.filename)] or frames)[-1]
         where: Location | None = Location(shown(frame.filename), frame.lineno or 0, 1, 0, frame.line or "")
         if isinstance(error, SyntaxError):
             text = (error.text or "").rstrip()

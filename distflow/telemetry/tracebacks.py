@@ -9,17 +9,13 @@ import contextlib
 import json
 import os
 import re
-import sysconfig
 import time
 from pathlib import Path
 
-from distflow.errors import shown
+from distflow.errors import is_users, shown
 from distflow.telemetry.files import write_atomically
 from distflow.telemetry.screen import printable
 
-_ROOT = Path(__file__).resolve().parents[2]
-_OTHERS = tuple(f"{folder}/" for folder in (*(_ROOT / name for name in ("distflow", "workers", "planners")),
-                                            *{sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib")}))
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n(?P<code>(?:    .*\n)*)',
                     re.MULTILINE)
 _HEAD = "Traceback (most recent call last):\n"
@@ -37,7 +33,7 @@ def users_part(trace: str) -> tuple[str, int]:
 
 def users_line(trace: str) -> str:
     """Return the last place in users' code, as "FILE, line N, in FUNCTION: CODE"; "" if there is none."""
-    found = [frame for frame in _FRAME.finditer(trace) if _is_users(frame)]
+    found = [frame for frame in _FRAME.finditer(trace) if is_users(frame["file"])]
     if not found:
         return ""
     code = found[-1]["code"].splitlines()
@@ -57,14 +53,10 @@ def report_to_torchrun(text: str) -> None:
 
 def _shortened(part: str) -> tuple[str, int, bool]:
     frames = [*_FRAME.finditer(part)]
-    users = any(map(_is_users, frames))
+    users = any(is_users(frame["file"]) for frame in frames)
     if not users:
         return part, 0, False
-    dropped = [frame for frame in frames[:-1] if not _is_users(frame)]
+    dropped = [frame for frame in frames[:-1] if not is_users(frame["file"])]
     for frame in reversed(dropped):
         part = part[: frame.start()] + part[frame.end() :]
     return part, len(dropped), True
-
-
-def _is_users(frame: re.Match[str]) -> bool:
-    return not frame["file"].startswith((*_OTHERS, "<"))

@@ -139,9 +139,10 @@ def test_of_module_evaluates_constants_of_the_module(module) -> None:
 
 
 @pytest.mark.parametrize(("line", "error"), [("raise RuntimeError('no licence')", "RuntimeError: no licence"),
-                                             ("sys.exit(3)", "SystemExit: 3"), ("import nothing_here", "Module")])
+                                             ("sys.exit(3)", "SystemExit: 3"), ("import nothing_here", "Module"),
+                                             ("json.loads('{')", "JSONDecodeError")])
 def test_load_function_says_where_an_import_fails(module, line: str, error: str) -> None:
-    name = module(f"import sys\n\ndef f():\n    {line}\n\nf()\n")
+    name = module(f"import json, sys\n\ndef f():\n    {line}\n\nf()\n")
     with pytest.raises(InvalidInput, match=rf"{name}\.py:4: module `{name}` fails when it is imported: {error}"):
         load_function(f"{name}:f")
 
