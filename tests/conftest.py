@@ -21,7 +21,7 @@ import pytest
 from harness import command, environment, write_workspace
 from hypothesis import settings
 from ranks import forget_users
-from ready import Ready
+from ready import Ready, ReadyRun
 
 settings.register_profile("distflow", derandomize=True, deadline=None)  # the same examples each time, however slow
 settings.load_profile("distflow")
@@ -30,7 +30,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what 
 BEGAN, MINUTES = time.monotonic(), os.environ.get("TEST_MINUTES", "")
 """After so many minutes no more whole runs are started: on a machine of many users a suite may last twice as long."""
 LEFT_OUT = "the time for whole runs is over"
-RUNNING = {"launch", "ready", "cluster"}
+RUNNING = {"launch", "begin", "ready", "cluster"}
 """Fixtures that start whole runs."""
 
 
@@ -125,6 +125,26 @@ def launch(workspace: Path, ready: Ready) -> Callable[..., subprocess.CompletedP
         return done
 
     return run
+
+
+@pytest.fixture
+def begin(workspace: Path, ready: Ready) -> Iterator[Callable[..., ReadyRun]]:
+    """Begin a run in the workspace: `begin(2, "--dag", "grpo.yaml", …)`; `stdout` has all that it says."""
+    begun: list[ReadyRun] = []
+
+    def start(ranks: int, *arguments: str) -> ReadyRun:
+        said, theirs = os.pipe()
+        try:
+            begun.append(ready.start(ranks, arguments, workspace, environment(), theirs, theirs))
+        finally:
+            os.close(theirs)
+        begun[-1].stdout = os.fdopen(said, errors="replace")
+        return begun[-1]
+
+    yield start
+    for run in begun:
+        run.kill()
+        run.stdout.close()
 
 
 @pytest.fixture(scope="session")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ready import ReadyRun
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -82,35 +81,33 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def kill_after(workspace: Path, step: int, *arguments: str) -> None:
-    """Start a run on two ranks and SIGKILL it, workers and all, when it has written the metrics of `step`: the last
-    checkpoint but one before it is whole then."""
-    process = subprocess.Popen(command(2, *arguments), cwd=workspace, env=environment(), stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, start_new_session=True)
+def kill_after(run: ReadyRun, step: int) -> None:
+    """SIGKILL a run, workers and all, when it has written the metrics of `step`: the last checkpoint but one before it
+    is whole then."""
+    until_shown(run, rf"step {step}/.*loss")  # not the line of a validation
+    run.kill()
+
+
+def until_shown(run: ReadyRun, pattern: str) -> None:
+    """Read what a run says until a line has this pattern."""
     seen = []
-    for line in process.stdout:
+    for line in run.stdout:
         seen.append(line)
-        if f"step {step}/" in line and "loss" in line:  # not the line of a validation
-            break
-    else:
-        pytest.fail("".join(seen))
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+        if re.search(pattern, line):
+            return
+    pytest.fail("".join(seen))
 
 
-def follow(line: list[str], workspace: Path, orders: dict[str, list[str]]) -> None:
-    """Run a line to its good end; give each order to the command line when the metrics of its step are shown."""
+def follow(run: ReadyRun, orders: dict[str, list[str]]) -> None:
+    """Follow a run to its good end; give each order to the command line when the metrics of its step are shown."""
     from distflow.cli import main
 
-    process = subprocess.Popen(line, cwd=workspace, env=environment(), stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True)
     seen, left = [], dict(orders)
-    for said in process.stdout:
+    for said in run.stdout:
         seen.append(said)
         for mark in [mark for mark in left if mark in said and "loss" in said]:
             assert main(left.pop(mark)) == 0
-    assert process.wait() == 0, "".join(seen)
+    assert run.wait() == 0, "".join(seen)
     assert not left
 
 

@@ -8,6 +8,7 @@ torchrun itself does is tested by runs that it starts (`harness.command`).
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import random
@@ -19,47 +20,88 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from subprocess import TimeoutExpired
+from typing import IO, Any
 
 SCRIPT = Path(__file__).resolve().parents[1] / "distflow" / "launch.py"
 _GRACE = 30.0
 """Seconds that the others have to leave when a rank has failed, as with torchrun."""
+_LONGEST = 1 << 20
+"""Bytes of a job, with its environment."""
 _OURS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 
 
+class ReadyRun:
+    """A run that has begun, with what tests use of `subprocess.Popen`. Its process stands where torchrun's would, and
+    leads a group of which all its processes are. `stdout`: what it says, if it was started with a pipe."""
+
+    def __init__(self, status: socket.socket, stdout: IO[str] | None = None):
+        self.status, self.stdout, self.returncode = status, stdout, None
+        self.pid = json.loads(status.recv(100))
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(TimeoutExpired):
+            return self.wait(0.0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self.status], [], [], timeout)[0]:
+                raise TimeoutExpired("a run", timeout or 0.0)
+            self.returncode = json.loads(self.status.recv(100))
+        return self.returncode
+
+    def kill(self) -> None:
+        """End all its processes at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait()
+
+
 class Ready:
-    """Starts runs, one at a time."""
+    """Starts runs, several at a time if need be."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True)
-        atexit.register(self.process.stdin.close)
+        self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno())],
+                                            env={**os.environ, "OMP_NUM_THREADS": "1"}, pass_fds=[theirs.fileno()])
+        atexit.register(self.line.close)
+
+    def start(self, ranks: int, arguments: tuple[str, ...], folder: Path, environment: dict[str, str], out: int,
+              err: int) -> ReadyRun:
+        """Begin `torchrun --nproc-per-node RANKS distflow/launch.py ARGUMENTS` in a folder, whose output goes to two
+        descriptors. Its exit code is 1 if any rank's is not 0."""
+        from harness import with_settings  # not where ranks are forked
+
+        job = {"ranks": ranks, "arguments": with_settings(arguments), "folder": str(folder),
+               "environment": environment}
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            socket.send_fds(self.line, [json.dumps(job).encode()], [out, err, theirs.fileno()])
+        return ReadyRun(ours)
 
     def run(self, ranks: int, arguments: tuple[str, ...], folder: Path, environment: dict[str, str],
             timeout: float) -> subprocess.CompletedProcess:
-        """`torchrun --nproc-per-node RANKS distflow/launch.py ARGUMENTS` in a folder; its exit code is 1 if any rank's
-        is not 0.
+        """The same to its end.
 
         Raises:
             subprocess.TimeoutExpired: it took longer; all its processes are gone.
         """
-        from harness import with_settings  # not where ranks are forked
-
         with tempfile.TemporaryDirectory() as place:
             files = [Path(place, name) for name in ("out", "err")]
-            job = {"ranks": ranks, "arguments": with_settings(arguments), "folder": str(folder),
-                   "environment": environment, "files": [str(file) for file in files]}
-            self.process.stdin.write(json.dumps(job) + "\n")
-            self.process.stdin.flush()
-            agent = json.loads(self.process.stdout.readline())
-            late = not select.select([self.process.stdout], [], [], timeout)[0]
-            if late:
-                os.killpg(agent, signal.SIGKILL)
-            code = json.loads(self.process.stdout.readline())
-            out, err = (file.read_text(errors="replace") for file in files)
-        if late:
-            raise subprocess.TimeoutExpired(arguments, timeout, out, err)
-        return subprocess.CompletedProcess(arguments, code, out, err)
+            with files[0].open("a") as out, files[1].open("a") as err:
+                run = self.start(ranks, arguments, folder, environment, out.fileno(), err.fileno())
+            try:
+                run.wait(timeout)
+            except TimeoutExpired:
+                run.kill()
+                raise TimeoutExpired(arguments, timeout, *map(_text, files)) from None
+            return subprocess.CompletedProcess(arguments, run.returncode, *map(_text, files))
+
+
+def _text(file: Path) -> str:
+    return file.read_text(errors="replace")
 
 
 def load() -> None:
@@ -96,23 +138,44 @@ def load() -> None:
         transformers.Qwen3ForCausalLM(config).save_pretrained(place)
 
 
-def serve() -> None:
-    """Jobs until the input ends. A rank leaves by the `SystemExit` of its script, as any process does."""
-    while line := sys.stdin.readline():
-        agent = os.fork()
-        if not agent:
-            attend(json.loads(line))
-        print(agent, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1]), flush=True)
+def serve(line: socket.socket) -> None:
+    """Jobs until the tests are over. A rank leaves by the `SystemExit` of its script, as any process does."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        job, (*outputs, status), _, _ = socket.recv_fds(line, _LONGEST, 3)
+        if not job:
+            return
+        if not os.fork():
+            line.close()
+            watch(json.loads(job), outputs, socket.socket(fileno=status))
+        for descriptor in (*outputs, status):
+            os.close(descriptor)
 
 
-def attend(job: dict[str, Any]) -> None:
+def watch(job: dict[str, Any], outputs: list[int], status: socket.socket) -> None:
+    """Fork the run's first process, say which it is, and then how it has ended. Does not return."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    agent = os.fork()
+    if not agent:
+        status.close()
+        attend(job, outputs)
+    for descriptor in outputs:
+        os.close(descriptor)
+    status.send(json.dumps(agent).encode())
+    status.send(json.dumps(os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])).encode())
+    os._exit(0)
+
+
+def attend(job: dict[str, Any], outputs: list[int]) -> None:
     """Fork the ranks into a process group of their own, wait for them, and exit."""
     os.setsid()
-    for number, file in enumerate((os.devnull, *job["files"])):
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, descriptor in enumerate((nothing, *outputs)):
         os.dup2(descriptor, number)
+    for descriptor in {nothing, *outputs} - {0, 1, 2}:
         os.close(descriptor)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115 - as Python begins
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     listening = socket.create_server(("127.0.0.1", 0))
     address, ranks = listening.getsockname(), []
     for rank in range(job["ranks"]):
@@ -173,4 +236,4 @@ def wait_for(ranks: list[int]) -> bool:
 
 if __name__ == "__main__":
     load()
-    serve()
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -111,14 +111,14 @@ WEIGHED = "  weigh: {role: actor, type: COMPUTE, function: weigh_in_turn, depend
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.smoke if name == "grpo" else ())
                                   for name in CASES])
-def test_killed_and_resumed_equals_never_killed(launch, workspace, name):
+def test_killed_and_resumed_equals_never_killed(launch, begin, workspace, name):
     case = CASES[name]
     (workspace / "filters.py").write_text(FILTERS + WEIGH)
     (workspace / "filtered.yaml").write_text(FILTERED + WEIGHED)
     (workspace / "more.jsonl").write_text("".join((workspace / "train.jsonl").read_text().splitlines(True)[:7]))
     run = (*case.arguments, f"steps={STEPS}", "samples=all")
     launch(2, *run, "--name", "whole")
-    kill_after(workspace, 5, *run, "--name", "killed")
+    kill_after(begin(2, *run, "--name", "killed"), 5)
     launch(2, "--resume", "runs/killed")
     folders = whole, killed = [workspace / f"runs/{name}" for name in ("whole", "killed")]
     ours, theirs = metrics_of(killed), metrics_of(whole)

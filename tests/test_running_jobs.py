@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from harness import command, events_of, follow, lines_of, metrics_of
+from harness import events_of, follow, lines_of, metrics_of
 
 from distflow.cli import main
 from distflow.config.load import load
@@ -39,16 +39,15 @@ def joined(moment):
 '''
 
 
-@pytest.mark.run
-def test_a_job_is_broken_scaled_and_goes_on(workspace, capfd):
+def test_a_job_is_broken_scaled_and_goes_on(begin, workspace, capfd):
     (workspace / "hooks.py").write_text(HOOKS)
     dag = (workspace / "grpo.yaml").read_text()
     (workspace / "hooked.yaml").write_text(dag.replace("imports: [brevity]", "imports: [brevity, hooks]"))
     run = workspace / "runs/job"
     orders = {"step 4/": ["inject", str(run), "kill", "--rank", "0"], "step 9/": ["scale", str(run), "rollout=1"],
               "step 25/": ["scale", str(run), "rollout=2"]}
-    follow(command(3, "--dag", "hooked.yaml", "--run-file", "tiny.yaml", "--name", "job", "mode=async", "steps=60"),
-           workspace, orders)
+    follow(begin(3, "--dag", "hooked.yaml", "--run-file", "tiny.yaml", "--name", "job", "mode=async", "steps=60"),
+           orders)
     assert sorted(metrics_of(run)) == list(range(1, 61))
     failure, = events_of(run, "failure")
     assert (failure["group"], failure["verdict"]) == ("trainer", "starts again")

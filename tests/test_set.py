@@ -9,17 +9,17 @@ from operator import getitem
 
 import pytest
 import yaml
-from harness import SEED_WITH_CLEAR_DRAWS, command, events_of, follow, lines_of, metrics_of
+from harness import SEED_WITH_CLEAR_DRAWS, events_of, follow, lines_of, metrics_of
 
 from distflow.cli import main
 
 STEPS = 24
-def test_each_setting_restarts_the_group_that_it_concerns(workspace, run_once):
+def test_each_setting_restarts_the_group_that_it_concerns(begin, workspace, run_once):
     run, more = workspace / "runs/job", ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", *SEED_WITH_CLEAR_DRAWS,
                                          f"steps={STEPS}")
     orders = {"step 3/": ["roles.actor.micro_batch_tokens=64"], "step 9/": ["roles.actor.generation.batch_rows=8"],
               "step 14/": ["roles.actor.learning_rate=5e-4", "checkpoint.every=4"]}
-    follow(command(2, *more, "--name", "job", "mode=async", "staleness=0"), workspace,
+    follow(begin(2, *more, "--name", "job", "mode=async", "staleness=0"),
            {mark: ["set", str(run), *settings] for mark, settings in orders.items()})
     ours, theirs = metrics_of(run), metrics_of(run_once(1, *more))
     assert sorted(ours) == list(range(1, STEPS + 1))

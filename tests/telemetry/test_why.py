@@ -6,12 +6,11 @@ import json
 import os
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from harness import command, environment
+from harness import until_shown
 
 from distflow.cli import main
 from distflow.recovery.checkpoint_files import complete_checkpoints
@@ -191,33 +190,23 @@ def test_only_a_complete_checkpoint_is_one_to_go_on_from(tmp_path: Path, capsys:
     assert f"Go on from the newest checkpoint:  distflow resume {folder}" in capsys.readouterr().out
 
 
-def test_the_rank_that_others_wait_for_is_named_while_they_wait(workspace, ready, capsys) -> None:
+def test_the_rank_that_others_wait_for_is_named_while_they_wait(workspace, begin, capsys) -> None:
     """A worker is stopped, as a debugger or a machine in trouble would do."""
-    process = subprocess.Popen(command(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "stuck", "--set",
-                                       "steps=1000"), cwd=workspace, env=environment(), stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    run = begin(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "stuck", "steps=1000")
     folder = workspace / "runs/stuck"
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "step 10/" in line:
-                break
-        while 1 not in (ranks := timeline.newest(folder)):  # ten steps may take less than a second
-            process.stdout.readline()
-        victim = ranks[1].pid
-        os.kill(victim, signal.SIGSTOP)
-        # Its last line grows old by itself: nothing else can be waited for.
-        while True:
-            said = list(explain(folder, complete_checkpoints))
-            if all(any(part in line for line in said) for part in ("no sign of it", "Collectives: ")):
-                break
-        text = "\n".join(said)
-        assert f"Waiting for rank 1 on {os.uname().nodename} (process {victim}): rank 0." in text
-        assert "distflow inject RUN kill --rank 1" in text
-        assert "Collectives: rank 1 has not " in text
-        assert ", where rank 0 waits for " in text
-        assert "Where it stands:" in text or "pip install py-spy" in text
-        os.kill(victim, signal.SIGCONT)
-    finally:
-        process.terminate()
-        process.communicate(timeout=120)
+    until_shown(run, "step 10/")
+    while 1 not in (ranks := timeline.newest(folder)):  # ten steps may take less than a second
+        run.stdout.readline()
+    victim = ranks[1].pid
+    os.kill(victim, signal.SIGSTOP)
+    # Its last line grows old by itself: nothing else can be waited for.
+    while True:
+        said = list(explain(folder, complete_checkpoints))
+        if all(any(part in line for line in said) for part in ("no sign of it", "Collectives: ")):
+            break
+    text = "\n".join(said)
+    assert f"Waiting for rank 1 on {os.uname().nodename} (process {victim}): rank 0." in text
+    assert "distflow inject RUN kill --rank 1" in text
+    assert "Collectives: rank 1 has not " in text
+    assert ", where rank 0 waits for " in text
+    assert "Where it stands:" in text or "pip install py-spy" in text
