@@ -27,7 +27,7 @@ import yaml
 
 from benchmarks.ratio import Spread, conclude
 from benchmarks.runs import ROOT, run_once
-from distflow.telemetry.learning import faults_of, main_fault
+from distflow.telemetry.learning import faults_of, main_fault, with_start
 from distflow.telemetry.run_reader import RunReader
 
 RESULTS = ROOT / "benchmarks/results/learning_faults.json"
@@ -211,7 +211,7 @@ def _launch(run: Run, scratch: Path) -> str:
 def _series(run: Run, folder: Path) -> dict[str, Any]:
     """Return the metrics of a run by name, each a value a step or null, and its settings."""
     reader = RunReader(folder)
-    steps = [line for line in reader.steps() if line["step"]]
+    steps = [*with_start(reader.steps())]
     names = sorted({name for line in steps for name in line if not name.startswith(LEFT_OUT)} - {"step"})
     settings = {key: value for key, value in reader.settings().items()
                 if key.startswith(KEPT) and "/" not in f"{key}{value}"}

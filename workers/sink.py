@@ -27,7 +27,7 @@ from distflow.recovery.checkpoint_files import set_aside
 from distflow.recovery.detectors import Alert
 from distflow.telemetry import events, timeline, timings
 from distflow.telemetry.files import replace_folder
-from distflow.telemetry.learning import LearningFault, LearningMonitor
+from distflow.telemetry.learning import LearningFault, LearningMonitor, with_start
 from distflow.telemetry.metrics import current
 from distflow.telemetry.processes import python_environment, spawn
 from distflow.telemetry.progress import StepProgress
@@ -85,7 +85,8 @@ class Sink:
         """Return the detectors of learning, which know the steps before a resume."""
         reader = RunReader(self.path)
         monitor = LearningMonitor(self.run.robust.detectors, reader.settings())
-        for line in reader.timed_steps() if self.resumed else ():
+        done = [line for line in reader.steps() if "seconds" in line or not line["step"]] if self.resumed else []
+        for line in with_start(done):
             monitor.series.add(int(line["step"]), line)
         return monitor
 

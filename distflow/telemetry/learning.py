@@ -84,7 +84,17 @@ def faults_of(steps: Iterable[Mapping[str, float]], settings: Mapping[str, str] 
               actions: Mapping[str, object] | None = None) -> list[LearningFault]:
     """Return the faults of a recorded run: `steps` have the metrics of each and its number as `step`."""
     monitor = LearningMonitor(actions, settings)
-    return [fault for line in steps for fault in monitor.look(int(line["step"]), line)]
+    return [fault for line in with_start(steps) for fault in monitor.look(int(line["step"]), line)]
+
+
+def with_start(steps: Iterable[Mapping[str, float]]) -> Iterator[Mapping[str, float]]:
+    """Yield the metrics of each step, of the first one with those of the validation before it, as a live run has
+    them."""
+    start: Mapping[str, float] = {}
+    for line in steps:
+        if line["step"]:
+            yield {**start, **line}
+        start = {} if line["step"] else line
 
 
 def actions_of(settings: Mapping[str, str]) -> dict[str, str]:

@@ -89,6 +89,8 @@ def _why_no_signal(series: Series, value: float, silent: Sequence[float]) -> tup
     if least < 0 >= most:
         return ("no completion has ever earned more than 0: a weight has the wrong sign, or all parts are penalties",
                 f"{reward}: a weight above 0 for what is right")
+    if value > 0.5 * most > 0 and (right := middle(series.last("response/has_answer", 8))) < 0.6 * value / most:
+        return (f"the reward pays for something else than right answers, of which there are {right:.0%}", paid)
     if value > 0.9 * most > 0 and value > 0.9:
         return ("the problems are too easy",
                 "data of another difficulty, or a node `informative_groups` as dapo.yaml has it")
@@ -224,6 +226,13 @@ def length_hacking(series: Series) -> Evidence | None:
     """Rewards follow lengths, and lengths grow."""
     name, length = "reward/length_correlation", "response/length"
     recent, start, now = series.last(name, RECENT), series.first(length, FIRST), series.last(length, RECENT)
+    if recent and start and middle(recent) < -0.65 and middle(now) < 0.75 * middle(start):
+        return Evidence(series.since(name, lambda value: value < -0.4), length,
+                        f"Shorter completions earn more (correlation {middle(recent):.2f}), and completions shrink: "
+                        f"{middle(start):.0f} → {middle(now):.0f} tokens",
+                        "the reward, or a penalty of length, pays for few tokens more than for what is right",
+                        "a smaller weight of the length, or a larger  max_length  of `overlong_penalty`",
+                        {"correlation": middle(recent), "length": middle(now)})
     if not recent or not start or middle(recent) < 0.65 or middle(now) < 1.4 * middle(start):
         return None
     return Evidence(series.since(name, lambda value: value > 0.4), length,
@@ -245,6 +254,8 @@ def held_out_falls(series: Series) -> Evidence | None:
         return None
     name, at, best, now = fallen
     goal, sign = series.goal
+    if goal != series.reward and now > 0.5 * best:  # imitation of any kind moves held-out answers to and fro
+        return None
     then = [sign * value for step, value in series.known(goal) if abs(step - at) < 4]
     recent = [sign * value for value in series.last(goal, 4)]
     if not then or not recent or middle(recent) < middle(then) - 0.02:
@@ -260,6 +271,9 @@ def _why_held_out_falls(series: Series, goal: str) -> str:
     if goal.startswith("preference/"):
         return ("the pairs prefer what is wrong: `chosen` and `rejected` are swapped, or the labels are noise; or both "
                 "answers become unlikely (the learning rate, a small `beta`)")
+    if any("distillation" in name for name in series.functions):
+        return ("the teacher is worse than its student at these problems, or shows it too little: another model than "
+                "meant, another prompt form, a small `k`")
     if goal == "loss":
         return ("the answers that are learnt are wrong, of other questions, cut off, or of another form than held-out "
                 "ones are judged by; or the model learns them by heart (the learning rate, too many epochs)")
@@ -267,6 +281,8 @@ def _why_held_out_falls(series: Series, goal: str) -> str:
                    for end, pick in (("min", min), ("max", max)))
     if most <= 0:
         return "the training reward has the wrong sign: nothing has ever earned more than 0"
+    if part := series.deciding_part:
+        return f"right answers hardly count in the training reward{part}: give it a smaller weight"
     if least < 0 and middle(series.last("reward/std", 8)) < 0.8 * middle(series.first("reward/std", 8)):
         return (f"a wrong answer costs {-least:g} and none costs nothing: on problems that it may get wrong, no answer "
                 "earns more, and the policy stops answering. Pay wrong and missing answers alike")

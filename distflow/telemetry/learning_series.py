@@ -71,6 +71,11 @@ class Series:
         values = self._values.get(name, [])[-count:]
         return [value for value in values if value is not None] if len(values) == count and None not in values else []
 
+    def latest(self, name: str, count: int) -> list[float]:
+        """Return the last `count` values of a metric that not every step has; none if the last step lacks it."""
+        known = self.known(name)[-count:]
+        return [value for _, value in known] if len(known) == count and known[-1][0] == self.steps[-1] else []
+
     def known(self, name: str) -> list[tuple[int, float]]:
         """Return the steps that have a metric, with its values."""
         return [(step, value) for step, value in zip(self.steps, self._values.get(name, ())) if value is not None]
@@ -182,6 +187,16 @@ class Series:
         if self.known(self.reward):
             return self.reward, 1
         return ("preference/margin", 1) if self.known("preference/margin") else ("loss", -1)
+
+    @property
+    def deciding_part(self) -> str:
+        """The part that the reward goes with, to be said after a cause; "" if it has one part, or right answers count
+        as much."""
+        start, right = "reward/correlation/", [value for _, value in self.known("reward/answer_correlation")]
+        found = {name: middle([value for _, value in self.known(name)[:8]]) for name in self.known_names(start)}
+        most = max(found, key=lambda name: found[name], default="")
+        return f"; its part `{most.removeprefix(start)}` decides it (correlation {found[most]:.2f})" \
+            if most and found[most] > 0.7 and middle(right) < 0.45 else ""
 
     @property
     def window(self) -> int:

@@ -55,11 +55,11 @@ class Reading:
         divisor = {"": 1.0, "prompts": series.prompts, "setting": number(given, self.usual)}.get(
             self.per, middle(series.last(self.per, 1)))
         for metric in series.matching(self.metric) if divisor > 0 else ():
-            values = [value / divisor for value in series.last(metric, self.steps)]
+            values = [value / divisor for value in series.latest(metric, self.steps)]
             if not values or not all(self._holds(value) for value in (middle(values), values[-1])) or \
                     not self.when(series):
                 continue
-            said = {"value": middle(values), "name": metric.partition("/")[0], "key": key, "parts": _deciding(series),
+            said = {"value": middle(values), "name": metric.partition("/")[0], "key": key, "part": series.deciding_part,
                     "set": given or f"{self.usual:g}", "more": f"{4 * number(given, self.usual):g}"}
             return Evidence(series.since(metric, lambda value: self._holds(value / divisor)), metric,
                             *(text.format(**said) for text in (self.what, self.cause, self.change)),
@@ -68,14 +68,6 @@ class Reading:
 
     def _holds(self, value: float) -> bool:
         return self.least <= value <= self.most
-
-
-def _deciding(series: Series) -> str:
-    """Return the part of the reward that goes with it most."""
-    start = "reward/correlation/"
-    found = {name: middle(series.last(name, RECENT)) for name in series.names(start)}
-    most = max(found, key=lambda name: found[name], default="")
-    return f"its part `{most.removeprefix(start)}` (correlation {found[most]:.2f}), " if most else ""
 
 
 def number(text: str, usual: float) -> float:
@@ -102,7 +94,7 @@ def _since_start(name: str, least: float) -> Callable[[Series], bool]:
 
 
 _COMPARE = "compare a prompt of samples.jsonl with its answer and reward"
-DATA, REWARD, UPDATE, POLICY = Origin.DATA, Origin.REWARD, Origin.UPDATE, Origin.POLICY
+DATA, REWARD, ADVANTAGE, UPDATE, POLICY = Origin.DATA, Origin.REWARD, Origin.ADVANTAGE, Origin.UPDATE, Origin.POLICY
 READINGS = (
     Reading("data_lost", DATA, "data/prompts_cut", 0.1, "{value:.0%} of the prompts lose their beginning",
             "`{key}` is {set}, and they are longer: the instructions, or the question itself, are cut off",
@@ -119,6 +111,10 @@ READINGS = (
     Reading("data_lost", DATA, "data/texts_mended", 0.2, "{value:.0%} of the records have broken characters",
             "the file was written in another encoding, or texts were cut within a character",
             "write  data.train  again as UTF-8", per="prompts"),
+    Reading("data_lost", DATA, "filter/*/prompts_short", 0.5, "Steps lack {value:.0%} of their prompts",
+            "the filter drops most of what is drawn, and `{key}` ({set}) ends the search: problems are too hard or too "
+            "easy for this model", "{key}={more} , or data of another difficulty", per="prompts",
+            setting="nodes.*.with.max_draws", usual=10, steps=RECENT),
     Reading("data_lost", DATA, "distillation/failed", 0.1, "{value:.0%} of the rows have no answer of the teacher",
             "the served teacher fails or takes too long", "its address and its log", per="samples"),
     Reading("duplicated_prompts", DATA, "prompt/repeated", 0.2, "{value:.0%} of a step's prompts are there twice",
@@ -162,14 +158,14 @@ READINGS = (
             rows="high"),
     Reading("reward_against_answers", REWARD, "reward/answer_correlation", -1.01,
             "Right answers earn less than wrong ones (correlation {value:.2f})",
-            "the reward has the wrong sign, pays for wrong answers, or compares with another field than the answer",
-            f"nodes.reward.with.reward: a weight above 0 for what is right; {_COMPARE}", most=-0.3, steps=RECENT,
+            "the reward has the wrong sign, pays for wrong answers, or compares with another field than the answer"
+            "{part}", f"nodes.reward.with.reward: a weight above 0 for what is right; {_COMPARE}", most=-0.3, steps=6,
             rows="high"),
     Reading("reward_against_answers", REWARD, "reward/answer_correlation", -0.3,
             "Right answers earn no more than wrong ones (correlation {value:.2f})",
-            "something else decides the reward: {parts}noise, rewards of other rows, or another field than the answer; "
-            "nothing is wrong if being right is not the task",
-            f"{_COMPARE}, or  robust.detectors.reward_against_answers=off", most=0.15, steps=8, when=_some_right,
+            "something else decides the reward: noise, rewards of other rows, another of its parts, or another field "
+            "than the answer{part}; nothing is wrong if being right is not the task",
+            f"{_COMPARE}, or  robust.detectors.reward_against_answers=off", most=0.25, steps=8, when=_some_right,
             rows="high"),
     Reading("overlong", REWARD, "reward/overlong", 0.35,
             "The length penalty is charged to {value:.0%} of the completions",
@@ -179,6 +175,19 @@ READINGS = (
             "{value:.0%} of what the tools answer is the same text",
             "the tool always says the same, whatever it is asked: it fails without an error, reads the wrong argument, "
             "or is a stub", "look at the observations in trajectories/", steps=8),
+    Reading("advantage_sign", ADVANTAGE, "advantages/min", -1e-9, "No advantage is below 0",
+            "what earns less than the rest is never unlearnt: negative advantages are cut off, or the baseline is too "
+            "low", "the node that writes `advantages`: it must return reward minus baseline", steps=RECENT,
+            when=lambda series: middle(series.last("advantages/std", RECENT)) > 0.05, rows="low"),
+    Reading("advantage_sign", ADVANTAGE, "advantages/max", -1e30, "No advantage is above 0",
+            "nothing is ever reinforced: positive advantages are cut off, or the baseline is too high",
+            "the node that writes `advantages`: it must return reward minus baseline", most=1e-9, steps=RECENT,
+            when=lambda series: middle(series.last("advantages/std", RECENT)) > 0.05 and
+            "distillation_advantage" not in series.functions, rows="high"),
+    Reading("end_untrained", UPDATE, "response/trained", -1.0, "Only {value:.0%} of the sampled tokens are trained",
+            "`response_mask` leaves out most of what the policy wrote",
+            "the node that writes `response_mask`: True for all sampled tokens", most=0.5, steps=RECENT, rows="long",
+            when=lambda series: not series.known("environment/turns")),
     Reading("unsampled_trained", UPDATE, "mismatch/unsampled", 0.01,
             "At least {value:.0%} of the trained tokens were not sampled by the policy",
             "`response_mask` lets tokens through that are not the policy's: padding, parts of the prompt, or what "
@@ -233,6 +242,11 @@ READINGS = (
             "pay for the final answer alone, or let a turn cost something", per="setting",
             setting="nodes.*.with.max_turns", usual=8, steps=RECENT, rows="high",
             when=lambda series: middle(series.last("response/truncated", RECENT)) > 0.5 and series.earned > 0.05),
+    Reading("tools_avoided", POLICY, "environment/turns", 0.0, "Conversations have one turn: no tool is ever asked",
+            "the environment ends at the first turn, the model does not know how its tools are called, or `{key}` "
+            "({set}) allows no more", "look at a conversation in trajectories/ ; demonstrations of calls (an sft run) "
+            "come first", most=1.02, steps=6, setting="nodes.*.with.max_turns", usual=8, rows="low",
+            when=lambda series: middle(series.first("environment/turns", 2)) < 1.1),
     Reading("conversations_cut", POLICY, "environment/cut", 0.3,
             "{value:.0%} of the conversations end for lack of tokens, not with an answer",
             "`{key}` is {set}, fewer than a conversation takes", "{key}={more}", per="samples",
@@ -354,9 +368,9 @@ def _of_function(*names: str) -> Callable[[Series, str, str], float]:
 
 def _clip(series: Series, key: str, text: str) -> float:
     start = key.rpartition(".")[0]
-    of_ratio = series.settings.get(f"{start}.loss", "ppo") == "ppo" and "policy_update" in series.settings.get(
-        key.replace(".with.clip", ".function"), "")
-    return number(text, math.nan) if of_ratio else math.nan
+    bounded = series.settings.get(f"{start}.loss", "ppo") == "ppo" and series.settings.get(
+        key.replace(".with.clip", ".function"), "") in ("policy_update", "value_update")
+    return number(text, math.nan) if bounded else math.nan
 
 
 def _horizon(series: Series, _key: str, text: str) -> float:
@@ -398,6 +412,14 @@ USUAL = (
           "random", "0", _RANDOM),
     Usual("nodes.*.with.gamma", 0.5, math.inf, (0.2, math.inf), "most tokens never hear of the reward at the end",
           "1.0", _STILL | {"no_signal", "value_head"}, of=_horizon, unit="completions ahead"),
+    Usual("nodes.*.with.lam", 0.5, 1, (0.1, 1), "advantages trust the critic alone, which knows nothing of the end at "
+          "first", "0.95", _STILL | {"no_signal", "value_head"}),
+    Usual("nodes.*.with.group_size", 3, 512, (0, math.inf), "a sample has few others of its prompt to be compared with",
+          "8", frozenset({"no_signal"})),
+    Usual("nodes.*.with.nll", 0, 5, (0, 100), "|imitation of the preferred answers outweighs the preference", "1",
+          _STILL | {"held_out_falls"}),
+    Usual("nodes.*.with.centering", 0, 1, (0, 20), "|all scores are drawn to 0, so that none tells answers apart",
+          "0.01", _STILL),
     Usual("nodes.*.with.beta", 0.005, 2, (5e-4, 20), "nothing holds the policy to its reference|the loss is saturated "
           "by the smallest difference: the policy hardly moves", "0.1", _OFF | _STILL,
           of=_of_function("preference_update")),

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from distflow.telemetry.learning import LearningFault, actions_of, faults_of, main_fault
+from distflow.telemetry.learning import LearningFault, actions_of, faults_of, main_fault, with_start
 from distflow.telemetry.learning_series import NO_PARTS, Rows
 from distflow.telemetry.run_reader import Row, RunReader, numbers
 
@@ -25,7 +25,7 @@ _EVENTS = ("failure", "settings_changed", "state_restored", "reward_failed", "en
 
 def learning(reader: RunReader) -> Iterator[str]:
     """Say what went wrong with the learning of a run, or that nothing did, with its typical step."""
-    steps = [line for line in reader.steps() if line["step"]]
+    steps = [*with_start(reader.steps())]
     faults = faults_of(steps, reader.settings(), actions_of(reader.settings()))
     main = main_fault(faults)
     if main is None:

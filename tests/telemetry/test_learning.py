@@ -77,6 +77,9 @@ def test_noise_is_no_fault(seed):
     ("conversations_cut", {"environment__cut": 60.0}),
     ("teacher_tail", {"distillation__teacher_tail": 0.7}),
     ("importance_lost", {"importance__rejected": 0.9}),
+    ("advantage_sign", {"advantages__min": 0.0}),
+    ("advantage_sign", {"advantages__max": 0.0}),
+    ("length_hacking", {"reward__length_correlation": -0.9, "response__length": 20.0}),
 ])
 def test_each_fault_is_named_soon_and_since_its_first_step(detector, changed):
     found = {fault.detector: fault for fault in faults_of(steps_of(40, first=21, **changed))}
@@ -157,6 +160,15 @@ def test_held_out_falls_reads_the_goal_of_runs_without_rewards(goal, values, cau
     assert cause in fault.evidence.cause
     worse = [line | {goal: start - slope * line["step"]} for line in steps]
     assert "held_out_falls" not in {each.detector for each in faults_of(worse)}, "training gets worse, too"
+
+
+def test_held_out_answers_are_compared_with_those_before_the_first_step():
+    steps = [{"step": 0, "validation/heldout": 0.5}, *steps_of(20, first=1000)]
+    for step, value in ((6, 0.2), (12, 0.1)):
+        steps[step]["validation/heldout"] = value
+    fault, = faults_of(steps)
+    assert (fault.detector, fault.step, fault.evidence.figures["best"]) == ("held_out_falls", 12, 0.5)
+    assert faults_of(steps[1:]) == []
 
 
 SETTINGS = {"roles.actor.trained": "true", "roles.actor.weight_decay": "10", "roles.reference.copy_of": "actor",
@@ -249,7 +261,8 @@ GENERATION = "roles.actor.generation."
     ({"response/alike": 0.875}, {f"{GENERATION}top_p": "0.05"}, "sampling is narrowed", f"{GENERATION}top_p=1"),
     ({"reward/mean": -0.2, "reward/max": 0.0, "reward/min": -1.0}, {}, "the wrong sign", "a weight above 0"),
     ({"reward/mean": 0.02, "validation/heldout": 0.4, "response/alike": 0.875}, {}, "another form", "data.train"),
-    ({"reward/mean": 0.95}, {}, "too easy", "informative_groups"),
+    ({"reward/mean": 0.95, "response/has_answer": 0.95}, {}, "too easy", "informative_groups"),
+    ({"reward/mean": 0.95, "response/has_answer": 0.1}, {}, "something else than right answers", "nodes.reward"),
 ])
 def test_equal_rewards_are_told_by_their_cause(changed, settings, cause, remedy):
     steps = [line | EQUAL | changed for line in steps_of(12)]

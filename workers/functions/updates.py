@@ -159,11 +159,13 @@ def policy_update(
 
 
 def _report_ends(mask: Ragged) -> None:
-    """Report how many of the rows that are trained are not trained to end: their last token is masked."""
+    """Report how many of the rows that are trained are not trained to end, their last token being masked, and how many
+    tokens of all rows are trained."""
     trained_B = torch.zeros(len(mask), dtype=torch.bool)
     trained_B[mask.row_of[mask.values]] = True
     last_B = mask.values[mask.offsets[1:][trained_B] - 1]
     current().mean("response/end_untrained", (~last_B).sum(), len(last_B))
+    current().mean_of("response/trained", mask.values)
 
 
 def _token_advantages(engine: RoleEngines, advantages: Tensor | Ragged, mask: Ragged, normalize: str) -> Ragged:
