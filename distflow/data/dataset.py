@@ -510,6 +510,9 @@ class SavedFolder:
             hint = f"Name one:  {path}/{next(iter(self.data))}"
             raise InvalidInput(Diagnostic(f"it holds several splits: {', '.join(self.data)}", Location(str(path)),
                                           hint))
+        features = self.data.features
+        self.classes = {name: each.names for name, each in features.items() if isinstance(each, datasets.ClassLabel)}
+        self.narrow = [name for name, each in features.items() if getattr(each, "dtype", "") == "float32"]
 
     def __len__(self) -> int:
         return len(self.data)
@@ -518,4 +521,11 @@ class SavedFolder:
         return Location(f"{self.path}: row {index + 1}")
 
     def get(self, indices: Sequence[int]) -> list[Record]:
-        return [self.data[int(index)] for index in indices]
+        return [self._meant(self.data[int(index)]) for index in indices]
+
+    def _meant(self, record: Record) -> Record:
+        """Return a record as `Parquet` reads it: with names of classes, and numbers as they were written."""
+        named = {name: classes[record[name]] if record[name] is not None and 0 <= record[name] < len(classes) else None
+                 for name, classes in self.classes.items()}
+        return {**record, **named, **{name: float(str(numpy.float32(record[name]))) for name in self.narrow
+                                      if record[name] is not None}}

@@ -3,14 +3,18 @@
 A row group is decoded when a record of it is first asked for, a batch at a time. Its batches stay in memory while all
 that are held fit `_MEMORY`; those of further row groups go to a temporary file, compressed, of which a read maps one.
 So a shuffled epoch decodes each row group once, and memory does not grow with the file.
+
+Classes of `datasets` are read by their names, and numbers of 32 bits as they were written: 0.1, not
+0.10000000149011612.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +48,7 @@ class Parquet:
         self.names: list[str] = self.file.schema_arrow.names
         if twice := next((name for name in self.names if self.names.count(name) > 1), ""):
             raise InvalidInput(Diagnostic(f"it has column `{twice}` twice", Location(str(path)), "Rename one of them."))
+        self.classes = _classes(self.file.schema_arrow.metadata or {})
         self.columns: list[str] | None = None
         self.groups: dict[int, _Batches] = {}
         self.held = 0  # bytes of batches in memory
@@ -87,11 +92,13 @@ class Parquet:
 
         if number not in self.groups:
             self._check_size(number)
-            batches = _Batches(self.file.schema_arrow if self.columns is None else
-                               pyarrow.schema([self.file.schema_arrow.field(name) for name in self.columns]))
+            fields = [self.file.schema_arrow.field(name) for name in self.columns or self.names]
+            batches = _Batches(pyarrow.schema([_meant_field(field, self.classes) for field in fields]))
             try:
                 for batch in self.file.iter_batches(_ROWS, [number], self.columns, use_threads=False):
-                    batches.add(batch, _MEMORY - self.held)
+                    names = batch.schema.names
+                    columns = [_meant(column, self.classes.get(name)) for name, column in zip(names, batch)]
+                    batches.add(pyarrow.RecordBatch.from_arrays(columns, names), _MEMORY - self.held)
                 batches.finish()
             except (pyarrow.ArrowInvalid, OSError) as error:
                 if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -112,6 +119,34 @@ class Parquet:
                        f"{column.total_uncompressed_size:,}"
                 raise InvalidInput(Diagnostic(what, self.location(int(self.starts[number])),
                                               "No text does: the file is damaged, or made to fill the memory."))
+
+
+def _classes(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
+    """Return the names of the classes of each column in which `datasets` has written their numbers."""
+    try:
+        features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+    except (ValueError, AttributeError):
+        return {}
+    return {name: feature["names"] for name, feature in features.items() if isinstance(feature, dict)
+            and feature.get("_type") == "ClassLabel" and isinstance(feature.get("names"), list)}
+
+
+def _meant_field(field: Any, classes: Mapping[str, list[str]]) -> Any:
+    import pyarrow
+
+    return field.with_type(pyarrow.string() if field.name in classes else
+                           pyarrow.float64() if pyarrow.types.is_float32(field.type) else field.type)
+
+
+def _meant(column: Any, classes: list[str] | None) -> Any:
+    """Return a column with the names of its classes, or with 64 bits for numbers of 32 that are written alike."""
+    import pyarrow
+
+    if classes is not None:
+        return pyarrow.array([classes[each] if each is not None and 0 <= each < len(classes) else None
+                              for each in column.to_pylist()], pyarrow.string())
+    narrow = pyarrow.types.is_float32(column.type)
+    return column.cast(pyarrow.string()).cast(pyarrow.float64()) if narrow else column
 
 
 class _Batches:

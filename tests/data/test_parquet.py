@@ -6,6 +6,7 @@ import random
 import tempfile
 from pathlib import Path
 
+import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet as files
@@ -84,3 +85,17 @@ def test_a_column_that_stands_twice_is_refused(tmp_path: Path):
     files.write_table(pyarrow.Table.from_arrays(columns, ["question", "answer", "answer"]), tmp_path / "a.parquet")
     with pytest.raises(InvalidInput, match="it has column `answer` twice"):
         open_records(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_classes_have_names_and_narrow_numbers_are_as_written(tmp_path: Path, folder: bool) -> None:
+    """As MMLU has its answers, and as pandas keeps small tables."""
+    features = datasets.Features({"question": datasets.Value("string"), "answer": datasets.ClassLabel(names=[*"ABCD"]),
+                                  "price": datasets.Value("float32"), "exact": datasets.Value("float64")})
+    rows = {"question": ["?"] * 4, "answer": [1, 0, None, -1], "price": [0.1, 2.5, None, 1e-7], "exact": [0.1] * 4}
+    made = datasets.Dataset.from_dict(rows, features=features)
+    made.save_to_disk(str(tmp_path / "made")) if folder else made.to_parquet(str(tmp_path / "made.parquet"))
+    path = tmp_path / ("made" if folder else "made.parquet")
+    records = open_records(path, Data(train="", columns=["price", "exact"]))
+    assert [(row["answer"], row["price"], row["exact"]) for row in records.get(range(4))] == [
+        ("B", 0.1, 0.1), ("A", 2.5, 0.1), (None, None, 0.1), (None, 1e-7, 0.1)]
