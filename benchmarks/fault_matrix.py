@@ -76,7 +76,7 @@ nodes:ROLLOUT
   update:    {role: actor, type: MODEL_TRAIN, function: policy_update, dependencies: [advantage, reference],
               with: {kl: 0.001}}
 """
-SETTINGS = ("validation=null", "data.batch=6", "checkpoint={every: 1, keep: 2}", "staleness=0", "fuse=false",
+SETTINGS = ("validation=null", "data.batch=6", "checkpoint={every: 1, keep: 2}", "staleness=0",
             "roles.actor.model={architecture: qwen3, layers: 2, hidden: 64, heads: 2, kv_heads: 1}",
             "roles.actor.generation.max_new_tokens=8", "roles.actor.generation.batch_rows=1",
             "robust={restarts: 100000, detectors: {stalled: {seconds: 8}, no_tokens: {seconds: 6, answer: 4}, "

@@ -89,7 +89,7 @@ class Cell:
         roles = spec.run.roles | {"actor": spec.run.roles["actor"].model_copy(update=engines)}
         spec.run = spec.run.model_copy(update={"roles": roles})
         if self.scenario == "two continents":
-            links = spec.cluster.links.model_copy(update={"world": OCEAN})
+            links = {**spec.cluster.links, "world": OCEAN}
             spec.cluster = spec.cluster.model_copy(update={"links": links})
         return spec
 

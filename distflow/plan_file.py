@@ -78,7 +78,7 @@ class LinkProbe:
     latency_us: float
 
 
-def cluster_of_probes(name: str, devices: Sequence[DeviceProbe], links: Mapping[Ends, LinkProbe]) -> dict[str, Any]:
+def cluster_of_probes(devices: Sequence[DeviceProbe], links: Mapping[Ends, LinkProbe]) -> dict[str, Any]:
     """Return a `Cluster` as a mapping. `devices` are by rank; `links` between neighbours in a machine, and between
     ranks of the same index in each pair of machines."""
     blocks = _blocks(devices)
@@ -91,7 +91,7 @@ def cluster_of_probes(name: str, devices: Sequence[DeviceProbe], links: Mapping[
         machines[f"machine{len(machines) + 1}"] = {
             "device": _type_of(devices[ranks[0]], types), "devices": len(same[0]), "count": len(same),
             "zone": zones[same[0][0]], **({"inside": _link(inside)} if len(same[0]) > 1 else {})}
-    return {"name": name, "measured": True, "machines": machines,
+    return {"measured": True, "machines": machines,
             "devices": {key: _device(members) for key, members in types.items()},
             **_between(blocks, devices, links, zones)}
 
@@ -179,8 +179,7 @@ def _between(blocks: Sequence[range], devices: Sequence[DeviceProbe], links: Map
         joined.setdefault(names if len(names) > 1 else (), []).append(_link(measured, _between_machines(ends, devices)))
     medians = {names: {key: _number([one[key] for one in each]) for key in ("gb_s", "latency_us")}
                for names, each in joined.items()}
-    paths = [{"between": list(names), **link} for names, link in medians.items() if names]
-    return {**({"links": {"zone": medians[()]}} if () in medians else {}), **({"paths": paths} if paths else {})}
+    return {"links": {"-".join(names) or ZONE: link for names, link in medians.items()}} if medians else {}
 
 
 def _link(measured: Sequence[LinkProbe], parallel: bool = False) -> dict[str, float]:

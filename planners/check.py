@@ -354,10 +354,8 @@ def _wrong(spec: Spec, fault: Fault, groups: Mapping[str, range]) -> Iterator[tu
         yield "step", f"there is no step {fault.step} in a run of {spec.run.steps}", ""
 
 
-_GROUP_KEYS = ("groups", "staleness", "on_stale", "transport", "fuse")
+_GROUP_KEYS = ("groups", "staleness", "on_stale", "transport")
 """Keys of the run file for ranks that sample while others train."""
-_ALONE = {"fuse": "nothing is sampled while ranks train", "transport": "no weights are published"}
-"""Keys of the run file that say nothing where no rank only samples, and why."""
 
 
 def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns],
@@ -373,8 +371,8 @@ def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumn
     notes += [f"`{key}` changes nothing in mode sync, where all ranks sample and then train. Set  mode: async"
               for key in _GROUP_KEYS
               if spec.run.mode == "sync" and getattr(spec.run, key) != Run.model_fields[key].default]
-    notes += [f"`{key}` changes nothing with  groups: {{rollout: 0}} : {why}" for key, why in _ALONE.items()
-              if spec.run.trainer_samples_alone and getattr(spec.run, key) != Run.model_fields[key].default]
+    if spec.run.trainer_samples_alone and spec.run.transport != "auto":
+        notes.append("`transport` changes nothing with  groups: {rollout: 0} : no weights are published")
     notes += [f"role `{role}` computes with the model of `{base_of(spec, role)}`, without its adapters, and with that "
               f"role's settings: what the run file says of `{role}` changes nothing"
               for role in model_roles(spec) if role in spec.run.roles and role not in generating

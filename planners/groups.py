@@ -91,13 +91,19 @@ def assign_ranks(spec: Spec, bound: dict[str, Contract], chain: list[str], flows
     mistakes += _check_fans(spec, crossing, flows) + _check_colocated(spec, sampling, nodes, chain)
     mistakes += _check_stale(spec, flows, nodes, crossing)
     fused = frozenset[str]()
-    if spec.run.fuse and spec.run.on_stale == "wait" and replicas:
+    if spec.run.on_stale == "wait" and replicas and not _is_exact(spec, sampling):
         own = [node for node in chain if node in bound or node in apart]
         fused = _fused(spec, bound, own, flows, apart) - crossing.keys()
     roles = sorted({spec.dag.nodes[node].role for node in sampling}) if spec.run.trainer_samples else ()
     held = replace(model, dp=training // model.width)
     return GroupCut(tuple(chain), (trainer, *samplers), crossing, fused, dict.fromkeys(roles, held)), \
         [*mistakes, *found, *unfit]
+
+
+def _is_exact(spec: Spec, sampling: list[str]) -> bool:
+    """Return whether a row is sampled, and looked at, the same in any company."""
+    settings = [spec.settings_of(spec.dag.nodes[node].role) for node in sampling]
+    return any(each is not None and each.generation.batch_rows == 1 for each in settings)
 
 
 def _of_rollout(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],

@@ -342,7 +342,7 @@ def _check_ranks(spec: Spec, ranks: int) -> list[Diagnostic]:
         return [Diagnostic(f"a plan needs at least 1 rank, not {ranks}")]
     has = spec.cluster.size
     if has is not None and ranks > has and spec.cluster_source:
-        what = f"cluster `{spec.cluster.name}` has {has} rank{'s' * (has > 1)}, and the plan is for {ranks}"
+        what = f"cluster `{spec.cluster_name}` has {has} rank{'s' * (has > 1)}, and the plan is for {ranks}"
         return [Diagnostic(what, spec.cluster_source.location(("machines",), key=True),
                            f"Start {has}, or plan for another cluster.")]
     return []

@@ -38,7 +38,7 @@ KINDS = {
     "plan languages": ("distflow.plan:Plan", "distflow.config.run:Run"),
 }
 """What there is of each kind, by the symbol that it stands or falls with. One that is taken away leaves this table."""
-MOST = {"YAML keys": 161, "verbs": 20, "arguments of a constructor": 7}
+MOST = {"YAML keys": 150, "verbs": 20, "arguments of a constructor": 7}
 """What must not grow. Lower a number when it can be."""
 
 

@@ -123,7 +123,7 @@ def watched(workspace, tools):
 def test_models_look_at_prompts_that_are_done_and_not_at_rows_that_were_dropped(launch, workspace, watched):
     """Whichever ranks they are on, and if the trainer is killed while it looks at some: always the same rows."""
     killed = "faults=[{kind: kill, group: trainer, phase: inference, step: 2}]"
-    sides = {"whole": (2, ("mode=async", "groups.rollout=1", "fuse=false")),
+    sides = {"whole": (2, ("mode=async", "groups.rollout=1", "roles.actor.generation.batch_rows=1")),
              "fused": (3, ("mode=async", "groups.rollout=1", "layouts.reference.dp=1", "layouts.update.tp=2", killed)),
              "semi_sync": (2, ("mode=semi_sync", "groups.rollout=1")),
              "own ranks": (3, ("mode=async", "groups={rollout: 1, inference: {reference: 1}}")),

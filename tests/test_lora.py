@@ -19,11 +19,11 @@ def test_a_run_leaves_a_merged_model_and_an_adapter(launch, workspace):
     sft = ("--dag", "sft.yaml", "--run-file", "tiny.yaml", "steps=2")
     launch(1, *sft, "--name", "base")
     launch(2, *sft, "--name", "tuned", "roles.actor.model=runs/base/model",
-           "roles.actor.lora={rank: 4, targets: [q_proj, v_proj], rslora: true}")
+           "roles.actor.lora={rank: 4, targets: [q_proj, v_proj]}")
     folder, tokens = workspace / "runs/tuned", torch.arange(5, 25).reshape(2, 10)
     said = json.loads((folder / "adapter/adapter_config.json").read_text())
     assert said["base_model_name_or_path"].endswith("runs/base/model")
-    assert (said["r"], sorted(said["target_modules"]), said["use_rslora"]) == (4, ["q_proj", "v_proj"], True)
+    assert (said["r"], sorted(said["target_modules"]), said["lora_alpha"]) == (4, ["q_proj", "v_proj"], 32)
     assert len(load_file(folder / "adapter/adapter_model.safetensors")) == 2 * 2 * 2
     base, merged = (AutoModelForCausalLM.from_pretrained(workspace / "runs" / name / "model")
                     for name in ("base", "tuned"))

@@ -26,7 +26,7 @@ def probe(*arguments: str) -> subprocess.CompletedProcess:
 @pytest.mark.run
 def test_this_machine_can_be_planned_for(tmp_path) -> None:
     file = tmp_path / "machines.yaml"
-    done = probe("--ranks", "2", "--out", str(file), "--name", "here")
+    done = probe("--ranks", "2", "--out", str(file))
     assert done.returncode == 0, done.stderr
     assert f"{file}: 2 devices" in done.stdout
     text = file.read_text()
@@ -60,7 +60,7 @@ def test_ranks_of_several_machines_measure_the_links_between_them() -> None:
     assert links.keys() == {(0, 1), (0, 2), (1, 2)}
     assert all(link.gb_s > 0 and link.latency_us > 0 for link in links.values())
     assert all(other == [devices, links] for other in others)  # every rank knows all
-    assert sum(kind["count"] for kind in cluster_of_probes("here", devices, links)["machines"].values()) == 3
+    assert sum(kind["count"] for kind in cluster_of_probes(devices, links)["machines"].values()) == 3
 
 
 @pytest.mark.parametrize(("arguments", "says"), [

@@ -46,7 +46,7 @@ def test_layouts_let_a_critic_train_on_ranks_of_its_own(ppo, workspace, together
     """In mode async. Its ranks are killed: one when the actor has trained and may have published, then one before it
     trains. The weights are those of a run without kills, bit for bit, as no row is computed with others. Mode sync:
     `test_rank_invariance.py`."""
-    on_its_own = ("mode=async", *STRICT, "groups.rollout=1", "layouts={critic: {first: 1}}", "fuse=false",
+    on_its_own = ("mode=async", *STRICT, "groups.rollout=1", "layouts={critic: {first: 1}}",
                   "roles.actor.generation.batch_rows=1")
     apart = ppo(4, "apart", *on_its_own)
     ppo(4, "killed", *on_its_own, "faults=[{kind: kill, group: trainer, rank: 1, phase: saving, step: 1}, "

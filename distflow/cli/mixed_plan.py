@@ -180,7 +180,7 @@ def _toys(spec: Spec) -> Iterator[str]:
 def _described(spec: Spec, plan: PlacedPlan) -> Iterator[str]:
     from planners.heterogeneous.explain import duration
 
-    yield (f"{spec.dag.name} on {spec.cluster.name}, mode {spec.run.mode}, solver {plan.solver} "
+    yield (f"{spec.dag.name} on {spec.cluster_name}, mode {spec.run.mode}, solver {plan.solver} "
            "(a prediction of the cost model, not a measurement)")
     yield (f"an iteration: {duration(plan.seconds + plan.rest_seconds)}; no plan takes less than "
            f"{duration(plan.bound + plan.rest_seconds)} (gap {1 - plan.bound / plan.seconds:.1%})")

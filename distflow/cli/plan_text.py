@@ -55,7 +55,7 @@ def _chain(plan: Plan, batch: int) -> Iterator[str]:
             yield f"these ranks sample with `{role}` too, until {until}{shared}"
         if group.plan.early:
             ahead = ", ".join(f"`{task.node}`" for task in group.plan.early.chain(0))
-            yield f"{ahead}: of each prompt as it comes, while others are still sampled (fuse)"
+            yield f"{ahead}: of each prompt as it comes, while others are still sampled"
     if not plan.groups:
         yield from _tasks(plan, list(plan.chain(0)), batch, 0, plan.ranks - 1)
 

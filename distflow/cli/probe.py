@@ -26,7 +26,6 @@ from distflow.telemetry.run_folder import unwritable
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="write the description there; default: print it")
-    parser.add_argument("--name", default="probed", help="of the cluster (default: probed)")
     parser.add_argument("--ranks", type=int, metavar="N",
                         help="of this machine; default: one for each GPU, or for each core if there are none")
 
@@ -44,7 +43,7 @@ def main(options: argparse.Namespace) -> int:
                                f"to torchrun:  --nproc-per-node {options.ranks}")
         return _measured(options)
     ranks = options.ranks or _devices()
-    line = ["--nproc-per-node", str(ranks), "-m", "distflow.cli", "probe", "--name", options.name]
+    line = ["--nproc-per-node", str(ranks), "-m", "distflow.cli", "probe"]
     line += ["--out", options.out] if options.out else []
     os.environ |= python_environment()
     return attend(line)
@@ -77,7 +76,7 @@ def _measured(options: argparse.Namespace) -> int:
         devices, links = probe(device)
         if dist.get_rank() == 0:
             _write(options.out, _head(devices[-1].machine + 1, len(devices), "NCCL" if gpus else "gloo"),
-                   cluster_of_probes(options.name, devices, links))
+                   cluster_of_probes(devices, links))
         dist.barrier()
     finally:
         dist.destroy_process_group()

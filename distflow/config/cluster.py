@@ -6,8 +6,8 @@ Bandwidths are in GB/s (10⁹ bytes a second), latencies in microseconds, peak r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations_with_replacement
-from typing import Annotated, Literal
+from itertools import combinations_with_replacement, permutations
+from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -15,6 +15,7 @@ from distflow.config.yaml_source import Document, YamlSource
 from distflow.errors import Diagnostic, did_you_mean
 
 ZONE, REGION = "zone", "region"  # zone and region of machines whose file names none
+DISTANCES = (ZONE, REGION, "world")  # names of links by distance
 _MOST_GIB = 4096  # no device has more memory; who writes more has probably counted MiB
 
 
@@ -45,20 +46,6 @@ class MachineGroup(Document):
     """Limit of a machine's traffic over all its devices; default: the link's."""
 
 
-class Links(Document):
-    """Links between machines by distance, where needed: of a pair, over all their devices."""
-
-    zone: Link | None = None
-    region: Link | None = None
-    world: Link | None = None
-
-
-class Path(Link):
-    """Link between two zones or regions in place of the default. Zones take precedence over regions."""
-
-    between: Annotated[list[str], Field(min_length=2, max_length=2)]
-
-
 class Cluster(Document):
     """Machines that a run is planned for.
 
@@ -66,13 +53,13 @@ class Cluster(Document):
     Mixed hardware is described by `devices`, `machines` and their `links`.
     """
 
-    name: str = "local"
     memory_gib: PositiveFloat | None = None
     devices: dict[str, Device] = {}
     machines: dict[str, MachineGroup] = {}
     zones: dict[str, str] = {}  # region of each zone; zones that are not named here share one region
-    links: Links = Links()
-    paths: list[Path] = []
+    links: dict[str, Link] = {}
+    """Links between machines: of a pair, over all their devices. By distance (`zone`, `region`, `world`), or between
+    two zones or regions, such as `east-west`, in its place; zones take precedence."""
     measured: bool = False
     """Whether the rates are measured, as `distflow probe` writes them, and not those of data sheets, of which large
     tasks reach a part."""
@@ -88,18 +75,15 @@ class Cluster(Document):
         """Return the link between two machines of these groups; None if the file has none."""
         zones = {self.machines[one].zone, self.machines[other].zone}
         if len(zones) == 1:
-            return self.links.zone
+            return self.links.get(ZONE)
         regions = {self.region(zone) for zone in zones}
-        for ends in (zones, regions):
-            own = next((path for path in self.paths if set(path.between) == ends), None)
-            if own:
-                return own
-        return self.links.region if len(regions) == 1 else self.links.world
+        names = [f"{one}-{other}" for ends in (zones, regions) for one, other in permutations(sorted(ends), 2)]
+        return next((self.links[name] for name in [*names, DISTANCES[len(regions)]] if name in self.links), None)
 
 
 def check_cluster(cluster: Cluster, source: YamlSource) -> list[Diagnostic]:
     """Return the mistakes beyond the form of keys: unknown names, contradictions and missing links."""
-    mistakes = [*_names(cluster, source), *_memory(cluster, source), *_paths(cluster, source)]
+    mistakes = [*_names(cluster, source), *_memory(cluster, source), *_places(cluster, source)]
     return mistakes or [*_exclusive(cluster, source), *_links(cluster, source)]
 
 
@@ -135,26 +119,26 @@ def _memory(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:
                              "counted in MiB", source.location(path), f"Write  memory_gib: {limit / 1024:g}")
 
 
-def _paths(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:
+def _places(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:
+    """Yield a mistake for each link that is of no distance, and not between two places."""
     zones = {kind.zone for kind in cluster.machines.values()}
     known = sorted(zones | {cluster.region(zone) for zone in zones})
-    first: dict[frozenset[str], Path] = {}
-    for number, path in enumerate(cluster.paths):
-        for end, name in enumerate(path.between):
-            if name not in known:
-                yield Diagnostic(f"a path leads to `{name}`, which is neither a zone nor a region",
-                                 source.location(("paths", number, "between", end)),
-                                 did_you_mean(name, known, "Zones and regions"))
-        if path.between[0] == path.between[1]:
-            yield Diagnostic(f"a path leads from `{path.between[0]}` to itself",
-                             source.location(("paths", number, "between")),
+    ends = {f"{one}-{other}": frozenset((one, other)) for one in known for other in known}
+    first: dict[frozenset[str], str] = {}
+    for name in (name for name in cluster.links if name not in DISTANCES):
+        where = source.location(("links", name), key=True)
+        before = first.setdefault(ends.get(name, frozenset((name,))), name)
+        if name not in ends:
+            right = [*DISTANCES, *(each for each, pair in ends.items() if len(pair) > 1)]
+            yield Diagnostic(f"link `{name}` is of no distance, and not between two zones or regions", where,
+                             did_you_mean(name, right))
+        elif len(ends[name]) == 1:
+            yield Diagnostic(f"link `{name}` leads from a place to itself", where,
                              "Links inside a zone:  links: {zone: {gb_s: …}}")
-        before = first.setdefault(frozenset(path.between), path)
-        if before is not path:
-            yield Diagnostic(f"there are two paths between `{path.between[0]}` and `{path.between[1]}`",
-                             source.location(("paths", number)),
-                             f"Keep one:  {{between: [{', '.join(path.between)}], gb_s: {path.gb_s:g}}}  or  gb_s: "
-                             f"{before.gb_s:g}")
+        elif before != name:
+            yield Diagnostic(f"links `{before}` and `{name}` are between the same places", where,
+                             f"Keep one:  {name}: {{gb_s: {cluster.links[name].gb_s:g}}}  or  {before}: "
+                             f"{{gb_s: {cluster.links[before].gb_s:g}}}")
 
 
 def _exclusive(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:
@@ -180,6 +164,6 @@ def _links(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:
         key = "zone" if zones[0] == zones[1] else "region" if len(set(map(cluster.region, zones))) == 1 else "world"
         missing = (f"machines `{one}` are not linked with each other" if one == other
                else f"machines `{one}` and `{other}` are not linked")
-        path = f"  , or  paths: [{{between: [{zones[0]}, {zones[1]}], gb_s: …}}]" if zones[0] != zones[1] else "."
+        path = f"  , or  links: {{{zones[0]}-{zones[1]}: {{gb_s: …}}}}" if zones[0] != zones[1] else "."
         yield Diagnostic(missing, source.location(("machines", other), key=True),
                          f"Add  links: {{{key}: {{gb_s: …}}}}{path}")

@@ -52,7 +52,7 @@ def _own_keys(kind: type[Document], *others: type[Document]) -> frozenset[str]:
     return frozenset(kind.model_fields).difference(*(other.model_fields for other in others))
 
 
-_KINDS = {"DAG": _own_keys(Dag, Run, Cluster), "run file": _own_keys(Run, Dag, Cluster),
+_KINDS = {"DAG": _own_keys(Dag, Run, Cluster) - {"name"}, "run file": _own_keys(Run, Dag, Cluster),
           "cluster": _own_keys(Cluster, Dag, Run)}
 """Top-level keys that only files of this kind have."""
 T = TypeVar("T")

@@ -35,7 +35,7 @@ def require_logger(name: str) -> None:
 def lack_of(name: str, settings: Mapping[str, Any]) -> tuple[str, str]:
     """Return what a logger lacks on this machine to send anything, and the remedy; "" and "" if nothing."""
     if name == "mlflow" and importlib.util.find_spec("sqlalchemy") is None:
-        uri = settings.get("uri") or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
         if "://" in uri and not uri.startswith(_MLFLOW_SERVERS):  # a bare path is a folder of files
             return f"`mlflow` needs sqlalchemy and alembic for {uri}", pip_line("loggers")
     if name == "wandb" and not _wandb_stays_here(settings, known := _wandb_settings()) and not _wandb_key(known):
@@ -76,46 +76,24 @@ class Wandb(Document):
     """Weights & Biases; samples are a table there."""
 
     project: str = "distflow"
-    """Project of the run, which has the name of its folder there."""
-    entity: str | None = None
-    """Team or user; default: the login's."""
+    """Project of the run, which has the name of its folder there. WANDB_ENTITY names a team."""
     mode: Literal["online", "offline"] | None = None
     """offline: write RUN/wandb, for `wandb sync`; default: WANDB_MODE, else online."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_removed(cls, value: Any) -> Any:
-        """Drop removed keys that say nothing, as the folders of older runs have them."""
-        for key, variable in (("group", "WANDB_RUN_GROUP"), ("tags", "WANDB_TAGS")):
-            if isinstance(value, dict) and key in value:
-                if value[key]:
-                    raise ValueError(f"`{key}` is W&B's own environment variable now. Instead:  export {variable}=…")
-                value = {name: each for name, each in value.items() if name != key}
-        return value
 
-
-class Mlflow(Document):
-    """An MLflow experiment; samples are tables there."""
-
-    uri: str | None = None
-    """Tracking server or store, such as sqlite:///mlflow.db; default: MLFLOW_TRACKING_URI, else mlflow.db here."""
-    experiment: str = "distflow"
-    """Experiment of the run."""
-
-
-class Tensorboard(Document):
-    """TensorBoard's files in RUN/tensorboard; it has no settings."""
+class NoSettings(Document):
+    """A logger without settings here."""
 
 
 class LoggerSettings(Document):
     """A logger: its name, or its name with settings."""
 
-    tensorboard: Tensorboard | None = None
-    """TensorBoard; no settings."""
+    tensorboard: NoSettings | None = None
+    """TensorBoard's files in RUN/tensorboard; no settings."""
     wandb: Wandb | None = None
     """Settings of Weights & Biases."""
-    mlflow: Mlflow | None = None
-    """Settings of MLflow."""
+    mlflow: NoSettings | None = None
+    """MLflow, by its own MLFLOW_TRACKING_URI (default: mlflow.db here) and MLFLOW_EXPERIMENT_NAME."""
 
     @model_validator(mode="before")
     @classmethod

@@ -90,19 +90,6 @@ class Model(Document):
     kv_heads: PositiveInt = 2
     """Key and value heads of a layer, a divisor of `heads`."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_head_dim(cls, data: Any) -> Any:
-        """Pass over the width of a head where it is the one that follows from `hidden` and `heads`."""
-        if not isinstance(data, dict) or "head_dim" not in data:
-            return data
-        sizes = {name: data.get(name, cls.model_fields[name].default) for name in ("hidden", "heads")}
-        if all(type(size) is int and size > 0 for size in sizes.values()) and \
-                data["head_dim"] != sizes["hidden"] // sizes["heads"]:
-            raise ValueError("the width of a head of a tiny model is  hidden / heads  = {hidden} / {heads}, and "
-                             "`head_dim` another. Change  hidden  or  heads".format(**sizes))
-        return {name: value for name, value in data.items() if name != "head_dim"}
-
     @property
     def head_dim(self) -> int:
         """Width of an attention head."""
@@ -156,8 +143,8 @@ class Generation(Document):
     stop: Texts = []
     """Texts that end a response. They stay in it and are trained. Not with `rollout: sglang`."""
     batch_rows: PositiveInt = 512
-    """Rows that a rank samples at once. With 1, `rollout: hf` on a CPU samples a row bit for bit the same in any
-    company."""
+    """Rows that a rank samples at once. With 1, nodes are not fused, and `rollout: hf` on a CPU samples a row bit for
+    bit the same in any company."""
     memory_share: float = Field(default=0.5, gt=0, le=1)
     """Share of a GPU's memory for vLLM or SGLang while it is awake."""
     routing_replay: bool = False
@@ -182,8 +169,6 @@ class Lora(Document):
     """Scale of an adapter's output."""
     targets: Texts = Field(default=["all-linear"], min_length=1)
     """Linear layers with adapters, by the last parts of their names; `all-linear`: all but the output layer."""
-    rslora: bool = False
-    """Scale by alpha / √rank instead (Kalajdzievski 2023)."""
 
 
 class RoleRun(Document):
@@ -436,8 +421,6 @@ class Run(Document):
     on_stale: Literal["wait", "drop", "keep"] = "wait"
     """Samples older than `staleness` (async, semi_sync). wait: none; training waits for the slowest prompts. drop,
     keep: training takes finished prompts first; a sample that is too old by then is sampled again, or trained on."""
-    fuse: bool = True
-    """Let training ranks compute `row_wise` nodes while other prompts are sampled (async, semi_sync)."""
     transport: Literal["auto", "memory", "ucx", "tcp"] = "auto"
     """How weights travel to sampling ranks (async). auto: the first that both ends can use."""
     backend: Backend = "auto"

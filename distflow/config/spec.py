@@ -46,6 +46,11 @@ class Spec:
         """Folder of the run file; its relative paths are tried there too."""
         return Path(self.run_source.file).parent
 
+    @property
+    def cluster_name(self) -> str:
+        """Name of the cluster's file."""
+        return Path(self.cluster_source.file).stem if self.cluster_source else "local"
+
     def data_path(self, name: str) -> Path | None:
         return find(name, "data", self.folder)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import re
 import sys
@@ -100,13 +101,12 @@ class TensorboardLogger(Logger):
 
 
 class WandbLogger(Logger):
-    def __init__(self, run: LoggedRun, project: str = "distflow", entity: str | None = None,
-                 mode: str | None = None):
+    def __init__(self, run: LoggedRun, project: str = "distflow", mode: str | None = None):
         import wandb
 
         self.wandb = wandb
-        self.run = wandb.init(project=project, entity=entity, name=run.folder.name,
-                              id=run.id or None, resume="allow", dir=str(run.folder.absolute()),
+        self.run = wandb.init(project=project, name=run.folder.name, id=run.id or None,
+                              resume="allow", dir=str(run.folder.absolute()),
                               config=dict(run.settings), mode=mode,  # pyright: ignore[reportArgumentType]
                               settings=wandb.Settings(console="off", silent=True))
         self.id = self.run.id
@@ -138,12 +138,13 @@ class WandbLogger(Logger):
 
 
 class MlflowLogger(Logger):
-    def __init__(self, run: LoggedRun, uri: str | None = None, experiment: str = "distflow"):
+    def __init__(self, run: LoggedRun):
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
-        self.client, self.metric, self.id = MlflowClient(uri), Metric, run.id
+        self.client, self.metric, self.id = MlflowClient(), Metric, run.id
         if not self.id:
+            experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "distflow"
             found = self.client.get_experiment_by_name(experiment)
             number = found.experiment_id if found else self.client.create_experiment(experiment)
             self.id = self.client.create_run(number, run_name=run.folder.name).info.run_id

@@ -37,8 +37,8 @@ _WARM = 2  # first steps that are no ordinary ones
 _ADVICE = {
     "generating": "Sampling takes the time. Shorter answers (`roles.NAME.generation.max_new_tokens`), another engine "
                   "(`roles.NAME.rollout: vllm`), or `mode: async`, where training does not wait for the longest one.",
-    "inference": "A frozen model takes the time. Give its node more ranks (`layouts.NODE`), or in mode async `fuse: "
-                 "true`, which computes it while others sample.",
+    "inference": "A frozen model takes the time. Give its node more ranks (`layouts.NODE`), or use `mode: async`, "
+                 "which computes it while others sample.",
     "training": "Training takes the time. More ranks, a larger `roles.NAME.micro_batch_tokens`, or `recompute: false` "
                 "where memory allows.",
     "computing": "A function without a model takes the time: see its node in `metrics.jsonl` (`seconds/NODE`), and "

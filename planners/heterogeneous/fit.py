@@ -116,7 +116,7 @@ def _check(spec: Spec) -> None:
         raise InvalidInput(Diagnostic("what fits depends on the devices, and no cluster file with `machines` says "
                                       "which they are", where, NAME_A_CLUSTER))
     if len(kinds) > 1:
-        raise InvalidInput(Diagnostic(f"cluster `{spec.cluster.name}` has devices of {len(kinds)} kinds, "
+        raise InvalidInput(Diagnostic(f"cluster `{spec.cluster_name}` has devices of {len(kinds)} kinds, "
                                       f"{', '.join(kinds)}, and settings are chosen for one", where,
                                       "Place it on them:  distflow plan --place --cluster FILE DAG"))
 

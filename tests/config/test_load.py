@@ -71,6 +71,9 @@ def with_lines(folder: Path, text: str) -> str:
 @pytest.mark.parametrize(("text", "today"), [
     ("timeline: false", ""), ("timeline: true", ""), ("training_api: {max_body_mib: 128}", ""),
     ("switch_at: 0.5", ""), ("groups: {share_gpus: true}", ""), ("all_samples: true", "samples: all"),
+    ("fuse: true", ""), ("log: [{wandb: {entity: null, group: null, tags: [], mode: offline}}]",
+                         "log: [{wandb: {mode: offline}}]"),
+    ("log: [{mlflow: {experiment: distflow}}]", "log: [mlflow]"),
     ("robust: {neighbour: false}", "robust: {snapshots: local}"), ("robust: {restart: task}", "robust: {restarts: 0}"),
     ("robust: {peer_replica: false}", "robust: {snapshots: local}")])
 def test_load_reads_older_keys_as_what_says_the_same_today(tmp_path: Path, text: str, today: str) -> None:
@@ -88,7 +91,9 @@ def test_load_reads_an_address_with_its_port(written: str, address: str) -> None
 
 @pytest.mark.parametrize(("text", "hint"), [
     ("switch_at: 0.7", "Take it out"), ("robust: {restart: tsk}", ""), ("all_samples: some", ""),
-    ("groups: {trainers: {critic: 1}}", "Instead, by a node"),
+    ("groups: {trainers: {critic: 1}}", "Instead, by a node"), ("fuse: false", "with  generation: {batch_rows: 1}"),
+    ("log: [{wandb: {entity: us}}]", "export WANDB_ENTITY"),
+    ("log: [{mlflow: {uri: x.db}}]", "export MLFLOW_TRACKING_URI"),
     ("faults: [{kind: kill, share: 0.1}]", "Instead, a fault for each step")])
 def test_load_refuses_a_removed_key_with_the_line_to_write_instead(tmp_path: Path, text: str, hint: str) -> None:
     with pytest.raises(InvalidInput, match=f"(?s)unknown key `.*{hint}"):
@@ -109,10 +114,33 @@ def test_load_passes_over_a_head_dim_that_follows_from_the_other_sizes(sizes: st
     if fits:
         assert not load("grpo", None, [model]).mistakes
         return
-    with pytest.raises(InvalidInput, match="hidden / heads  = 64 / 4, and `head_dim` another"):
+    with pytest.raises(InvalidInput, match="The width of a head of a tiny model is  hidden / heads"):
         load("grpo", None, [model])
     with pytest.raises(InvalidInput, match="heads` must be greater than 0"):
         load("grpo", None, ["roles.actor.model={architecture: qwen3, heads: 0, head_dim: 32}"])
+
+
+@pytest.mark.parametrize(("lora", "alpha"), [
+    ("rank: 4, rslora: true", 64), ("rank: 4, alpha: 8, rslora: true", 16), ("alpha: 8, rslora: false", 8)])
+def test_load_reads_rslora_as_the_alpha_that_scales_alike(lora: str, alpha: float) -> None:
+    assert load_for_planning("grpo", None, [f"roles.actor.lora={{{lora}}}"]).run.roles["actor"].lora.alpha == alpha
+
+
+def test_load_reads_paths_and_the_name_of_an_older_cluster(tmp_path: Path) -> None:
+    text = (SHIPPED / "clusters/multi_region.yaml").read_text()
+    ends = "[a, b], gb_s: 2, latency_us: 3"
+    zones = "machines: {one: {device: x, devices: 1, zone: a}, two: {device: x, devices: 1, zone: b}}"
+    device = "devices: {x: {tflops: {float32: 1}, memory_gib: 64, memory_gb_s: 9}}"
+    (tmp_path / "two.yaml").write_text(f"name: mine\n{device}\n{zones}\npaths: [{{between: {ends}}}]\n")
+    spec = load_for_planning("grpo", None, [], str(tmp_path / "two.yaml"))
+    assert spec.cluster_name == "two"
+    assert (link := spec.cluster.between("one", "two"))
+    assert (link.gb_s, link.latency_us) == (2, 3)
+    (tmp_path / "old.yaml").write_text(f"name: mine\n{text}")
+    assert load_for_planning("grpo", None, [], str(tmp_path / "old.yaml")).cluster == \
+        load_for_planning("grpo", None, [], "multi_region").cluster
+    with pytest.raises(InvalidInput, match="unknown key `name`"):
+        load("grpo", with_lines(tmp_path, "name: mine"))
 
 
 def test_a_removed_key_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def spec_of(tmp_path: Path, lora: str) -> Spec:
 @pytest.mark.parametrize(("lora", "says"), [
     ("{rank: 0}", "`roles.actor.lora.rank` must be greater than 0, not 0"),
     ("{alpha: -1}", "`roles.actor.lora.alpha` must be greater than 0"),
-    ("{ranks: 4}", "Did you mean `rank`? Known: rank, alpha, targets, rslora."),
+    ("{ranks: 4}", "Did you mean `rank`? Known: rank, alpha, targets."),
     ("{targets: []}", "`roles.actor.lora.targets` must have at least 1 item"),
     ("{targets: [q_proj, v_prj]}", "no linear layer of its model is called `v_prj`"),
     ("{targets: v_prj}", "Did you mean `v_proj`? Layers: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, "

@@ -103,7 +103,7 @@ def test_what_looks_at_each_row_alone_need_not_wait_for_the_step(dag):
     later = [task for task in trainer.tasks if not task.arrives]
     assert {move.kind for task in later for move in task.transfers if move.producer in ahead} <= {"all_to_all"}, \
         "its rows are dealt as they come, and are where they are needed only after a transfer"
-    assert planned(f"{dag}.yaml", 4, "fuse=false")[1].groups[0].plan.early is None
+    assert planned(f"{dag}.yaml", 4, "roles.actor.generation.batch_rows=1")[1].groups[0].plan.early is None
 
 
 @pytest.mark.parametrize("marked", [False, True])
@@ -203,9 +203,8 @@ def test_those_that_train_may_do_all_the_sampling(ranks, settings, engines):
 
 
 @pytest.mark.parametrize(("mode", "settings", "noted"), [
-    ("semi_sync", ("groups.rollout=0", "fuse=false"), "fuse"),
     ("semi_sync", ("groups.rollout=0", "transport=tcp"), "transport"),
-    ("semi_sync", ("fuse=false", "transport=tcp"), ""),
+    ("semi_sync", ("transport=tcp",), ""),
     ("sync", ("staleness=3",), "staleness"), ("async", (), "")])
 def test_plan_notes_a_setting_that_says_nothing(mode, settings, noted):
     _, made = planned("grpo.yaml", 2, f"mode={mode}", *settings)

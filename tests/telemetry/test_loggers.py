@@ -100,9 +100,9 @@ def test_wandb_has_each_step_once_also_of_a_resumed_run(folder) -> None:
 def test_mlflow_has_metrics_settings_and_samples(folder, tmp_path, monkeypatch) -> None:
     client_of = pytest.importorskip("mlflow").MlflowClient
     monkeypatch.chdir(tmp_path)  # where MLflow keeps tables
-    uri = "sqlite:///mlflow.db"  # as the page has it
-    client = client_of(uri)
-    settings = {"mlflow": {"uri": uri, "experiment": "tests"}}
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "tests")
+    client, settings = client_of(), {"mlflow": {}}
     send(folder, settings, range(1, 4))
     send(folder, settings, range(3, 6))
     experiment = client.get_experiment_by_name("tests")
@@ -202,12 +202,13 @@ def test_mistakes_are_told_with_what_was_meant(capsys, log, said) -> None:
     assert said in capsys.readouterr().err
 
 
-def test_a_run_is_logged_while_it_goes_on_and_one_that_fails_costs_nothing(launch, workspace) -> None:
+def test_a_run_is_logged_while_it_goes_on_and_one_that_fails_costs_nothing(launch, workspace, monkeypatch) -> None:
     """MLflow's store cannot be made; the file of Weights & Biases is whole."""
     pytest.importorskip("wandb")
     pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////dev/null/mlflow.db")
     done = launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "logged", "--set",
-                  "log=[{wandb: {mode: offline}}, {mlflow: {uri: 'sqlite:////dev/null/mlflow.db'}}]")
+                  "log=[{wandb: {mode: offline}}, mlflow]")
     folder = workspace / "runs/logged"
     assert sorted(history(folder)) == [1, 2, 3, 4]
     assert "`mlflow` of `log` has failed" in done.stderr

@@ -105,7 +105,7 @@ def _config(lora: Lora, model: PreTrainedModel) -> LoraConfig:
     targets = ALL_LINEAR if ALL_LINEAR in lora.targets else list(lora.targets)
     kind = "SEQ_CLS" if _has_value_head(model) else "CAUSAL_LM"  # for a classifier peft saves the head too
     return LoraConfig(r=lora.rank, lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  # floats do as well
-                      target_modules=targets, use_rslora=lora.rslora, task_type=kind,
+                      target_modules=targets, task_type=kind,
                       exclude_modules=_bypassed(model) if targets == ALL_LINEAR else None)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from distflow.config.cluster import Cluster, Device, Link, Links, MachineGroup, Path
+from distflow.config.cluster import Cluster, Device, Link, MachineGroup
 from distflow.config.load import load
 from distflow.config.sizes import Shape
 from distflow.errors import InvalidInput
@@ -101,12 +101,12 @@ def test_a_cluster_without_machines_is_refused() -> None:
 
 
 def cluster(name: str = "fast", measured: bool = False, **machines: MachineGroup) -> Cluster:
-    links = Links(zone=Link(gb_s=50, latency_us=10), region=Link(gb_s=5), world=Link(gb_s=1))
+    links = {"zone": Link(gb_s=50, latency_us=10), "region": Link(gb_s=5), "world": Link(gb_s=1),
+             "east-west": Link(gb_s=2), "c-b": Link(gb_s=3)}
     device = Device(tflops={"bfloat16": 100, "float32": 10}, memory_gib=80, memory_gb_s=1000)
     linked = {key: kind.model_copy(update={"inside": Link(gb_s=100)}) for key, kind in machines.items()}
     return Cluster(devices={name: device}, machines=linked, links=links, measured=measured,
-                   zones={"a": "east", "b": "east", "c": "west"},
-                   paths=[Path(between=["east", "west"], gb_s=2), Path(between=["c", "b"], gb_s=3)])
+                   zones={"a": "east", "b": "east", "c": "west"})
 
 
 def test_links_by_place_and_by_path() -> None:

@@ -64,7 +64,7 @@ def load(core: EngineCoreClient, lora: Lora, weights: Mapping[str, Tensor]) -> N
     with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
         save_file({peft_name(name).replace(f".{NAME}.", "."): tensor for name, tensor in weights.items()},
                   Path(folder) / "adapter_model.safetensors")
-        config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora,
+        config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha,
                   "target_modules": sorted({name.split(".lora_")[0].rpartition(".")[2] for name in weights})}
         (Path(folder) / "adapter_config.json").write_text(json.dumps(config))
         core.add_lora(request(folder, load=True))
@@ -73,7 +73,7 @@ def load(core: EngineCoreClient, lora: Lora, weights: Mapping[str, Tensor]) -> N
 def adapters_of(model: nn.Module, lora: Lora | None) -> Iterator[tuple[str, Tensor]]:
     """Yield the matrices of the adapter in vLLM's only slot, by their names in the trainer; none if none is in use.
     vLLM has B times the scale, which is undone where that is exact."""
-    scale = lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank) if lora else 1.0
+    scale = lora.alpha / lora.rank if lora else 1.0
     exact = math.frexp(scale)[0] == 0.5
     for name, module in model.named_modules() if lora else ():
         for kind in ("a", "b"):
