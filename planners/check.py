@@ -193,7 +193,7 @@ def _check_use(spec: Spec, unknown: bool) -> list[Diagnostic]:
                 what = "`generation.routing_replay` has no effect with `training_api`, whose rows have no experts"
                 at = ("roles", name, "generation", "routing_replay")
                 return [Diagnostic(what, spec.run_source.location(at, key=True), "Take `routing_replay` out.")]
-    if spec.run.training_api and not (spec.run.mode == "sync" and answering):
+    if spec.run.training_api and (spec.run.has_samplers or not answering):
         what = "needs a DAG that trains a role with a vocabulary, as grpo or sft"
         if answering:
             what = "needs  mode: sync"
@@ -330,7 +330,7 @@ def check_faults(spec: Spec, groups: Mapping[str, range]) -> list[Diagnostic]:
 
 def _wrong(spec: Spec, fault: Fault, groups: Mapping[str, range]) -> Iterator[tuple[str, str, str]]:
     """Yield the key that is wrong, what is wrong with it, and what to write instead."""
-    if fault.group == INFERENCE and not groups.get(INFERENCE) and spec.run.mode != "sync":
+    if fault.group == INFERENCE and INFERENCE not in groups and spec.run.has_samplers:
         yield "group", "no role has ranks of its own that only infer: the run has no `groups.inference`", \
             "Take the fault out, or name a role that is only read, as  groups: {inference: {reference: 1}}"
         return
@@ -370,7 +370,7 @@ def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumn
     notes += untested(spec)
     notes += [f"`{key}` changes nothing in mode sync, where all ranks sample and then train. Set  mode: async"
               for key in _GROUP_KEYS
-              if spec.run.mode == "sync" and getattr(spec.run, key) != Run.model_fields[key].default]
+              if not spec.run.has_samplers and getattr(spec.run, key) != Run.model_fields[key].default]
     if spec.run.trainer_samples_alone and spec.run.transport != "auto":
         notes.append("`transport` changes nothing with  groups: {rollout: 0} : no weights are published")
     notes += [f"role `{role}` computes with the model of `{base_of(spec, role)}`, without its adapters, and with that "

@@ -48,7 +48,7 @@ def _check(spec: Spec, name: str, bound: Mapping[str, Contract]) -> Iterator[Dia
         yield Diagnostic(f"role `{name}` follows `{role.copy_of}`, and starts from another model",
                          spec.run_source.location(("roles", name, "model")),
                          f"Take `model` out of `{name}`, or `follow` out of the DAG.")
-    elif spec.run.mode != "sync" and (sampling := _sampling(spec, name, bound)):
+    elif spec.run.has_samplers and (sampling := _sampling(spec, name, bound)):
         yield Diagnostic(f"role `{name}` follows `{role.copy_of}` where that is trained, and node `{sampling}` samples "
                          f"with it on other ranks (mode {spec.run.mode})", where, "Instead:  mode: sync")
 

@@ -261,7 +261,7 @@ def _check_colocated(spec: Spec, sampling: list[str], nodes: set[str], chain: li
     there = {spec.dag.nodes[node].role for node in chain
              if node not in nodes and spec.dag.nodes[node].type in ENGINE_TYPES}
     alone = [node for node in sampling if spec.dag.nodes[node].role not in there]
-    if spec.run.mode != "semi_sync" or not alone:
+    if not (spec.run.trainer_samples and alone):
         return []
     what = (f"in mode semi_sync ranks that train sample too, but role `{spec.dag.nodes[alone[0]].role}` of node "
             f"`{alone[0]}` only samples, so that they do not have it")
@@ -291,20 +291,21 @@ def _check_stale(spec: Spec, flows: dict[str, NodeColumns], nodes: set[str],
 
 def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, list[Diagnostic]]:
     """Return how many ranks train, and the layout of a rollout's model; roles of their own have the last ranks."""
-    wanted, mode, apart = spec.run.groups.rollout, spec.run.mode, sum(spec.run.groups.inference_ranks.values())
+    wanted, apart = spec.run.groups.rollout, sum(spec.run.groups.inference_ranks.values())
     ranks -= apart
     split = next((node for node in sampling if node in spec.run.layouts), None)
     asked = spec.run.layouts[split] if split else None
     model = Layout(1, tp=asked.tp, cp=asked.cp, pp=asked.pp) if asked else Layout(1)
     width = model.width
     count = wanted if isinstance(wanted, int) else max(round(wanted * ranks / width), 1) * width
-    colocated = mode == "semi_sync"
+    colocated = spec.run.trainer_samples
     needed = 1 if colocated and not count else 2
     if ranks < needed:
         beside = f" beside the {apart} of groups.inference" if apart else ""
         least = "2 ranks" if needed > 1 else "1 rank"
-        what = (f"mode {mode} needs at least {least}{beside}{', one that trains and one that samples' * (needed > 1)}; "
-                f"here {'is' if ranks == 1 else 'are'} {max(ranks, 0)}")
+        what = (f"mode {spec.run.mode} needs at least {least}{beside}"
+                f"{', one that trains and one that samples' * (needed > 1)}; here {'is' if ranks == 1 else 'are'} "
+                f"{max(ranks, 0)}")
         alone = ", or  groups: {rollout: 0}" if colocated and ranks == 1 else \
             ", or let one rank do both (partial rollouts):  mode: semi_sync  with  groups: {rollout: 0}  " \
             if ranks == 1 and not apart else ""

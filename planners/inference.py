@@ -109,7 +109,7 @@ def check_on_rollouts(spec: Spec, bound: Mapping[str, Contract], chain: list[str
         split = next((node for node in nodes[role] if node in spec.run.layouts), None)
         if any(bound[node].samples for node in nodes[role]):
             mistakes.append(refusal(spec, role, "it samples, with an engine that does not infer"))
-        elif spec.run.mode == "semi_sync":
+        elif spec.run.trainer_samples:
             mistakes.append(refusal(spec, role, "in mode semi_sync ranks that train sample too, and of its model they "
                                     "have a part. It needs  mode: async"))
         elif split:

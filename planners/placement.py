@@ -206,7 +206,7 @@ def can_leave_out(spec: Spec, role: str, samples: bool, layout: Layout) -> bool:
     """Return whether ranks without rows of a role need no part of its model, in the engine that samples or in the one
     that trains and infers."""
     settings = spec.settings_of(role)
-    if settings is None or spec.run.mode == "semi_sync":
+    if settings is None or (spec.run.has_samplers and spec.run.trainer_samples):
         return False
     if samples:
         return settings.rollout == "hf" and adapted(spec, role) is None  # trainers keep the base as rollouts share it
@@ -275,7 +275,7 @@ def _check_node(spec: Spec, request: _LayoutRequest, leader: _LayoutRequest, ran
 
 def _check_shares(spec: Spec, request: _LayoutRequest, layout: Layout, ranks: int, shares: int) -> list[Diagnostic]:
     dp, where = min(request.dp or shares, shares), spec.run_source.location(("layouts", request.node, "rows"))
-    if request.rows and spec.run.mode != "sync" and request.engine and request.engine[1]:
+    if request.rows and spec.run.has_samplers and request.engine and request.engine[1]:
         what = (f"node `{request.node}` says the rows of its shares, and in mode {spec.run.mode} ranks that sample "
                 "take prompts as they get free")
         return [Diagnostic(what, where, "Leave `rows` out of it.")]
@@ -289,7 +289,7 @@ def _check_shares(spec: Spec, request: _LayoutRequest, layout: Layout, ranks: in
 
 def _check_dp(spec: Spec, request: _LayoutRequest, layout: Layout, ranks: int, shares: int) -> list[Diagnostic]:
     where, node = spec.run_source.location(("layouts", request.node, "dp")), request.node
-    if (request.dp or 1) > shares and spec.run.mode != "sync" and request.engine and request.engine[1]:
+    if (request.dp or 1) > shares and spec.run.has_samplers and request.engine and request.engine[1]:
         what = f"node `{node}` wants dp {request.dp}, and in mode {spec.run.mode} each rollout is a share of its own"
         return [Diagnostic(what, where, f"Leave `dp` out of it, and say how many ranks sample:  "
                            f"groups: {{rollout: {(request.dp or 1) * layout.width}}}")]
@@ -318,7 +318,7 @@ def _check_trained(spec: Spec, request: _LayoutRequest, layout: Layout, ranks: i
 
 def _check_environment(spec: Spec, request: _LayoutRequest, layout: Layout) -> list[Diagnostic]:
     answering = {*spec.environments, *agent_nodes(spec)}
-    if layout.width == 1 or request.node not in answering or spec.run.mode != "sync":  # there one rank leads
+    if layout.width == 1 or request.node not in answering or spec.run.has_samplers:  # there one rank leads
         return []
     kind = "environment" if request.node in spec.environments else "agent"
     what = (f"node `{request.node}` talks with an {kind}, and its model is split over {layout.width} ranks: each "

@@ -53,7 +53,7 @@ def roles_apart(spec: Spec) -> list[str]:
     owners = {role: placement.owner_of(spec, role) for role in roles}
     tied = {role for role, owner in owners.items() if [*owners.values()].count(owner) > 1}
     free = [role for role in roles if role not in sampling | tied and trained != {role}]
-    if spec.run.mode == "sync":
+    if not spec.run.has_samplers:
         return free
     frozen = [role for role in roles if not spec.dag.roles[role].trained]
     apart = {*_accepted(spec, {role: {role: 1} for role in frozen})}
@@ -63,7 +63,7 @@ def roles_apart(spec: Spec) -> list[str]:
 def roles_on_rollouts(spec: Spec) -> list[str]:
     """Return the roles of which each could be computed by ranks that sample (`groups.inference`)."""
     frozen = [role for role in model_roles(spec) if not spec.dag.roles[role].trained]
-    return _accepted(spec, {role: {role: ROLLOUT} for role in frozen}) if spec.run.mode == "async" else []
+    return [] if spec.run.trainer_samples else _accepted(spec, {role: {role: ROLLOUT} for role in frozen})
 
 
 def _accepted(spec: Spec, wanted: Mapping[str, dict[str, Any]]) -> list[str]:

@@ -159,6 +159,13 @@ def broad_excepts(module: str, tree: ast.Module) -> Iterator[str]:
                 yield f"line {item.lineno}: catches everything"
 
 
+def modes(module: str, tree: ast.Module) -> Iterator[str]:
+    """Yield comparisons of a run's mode: `Run.has_samplers` and `Run.trainer_samples` answer what they ask."""
+    for item in (item for item in ast.walk(tree) if isinstance(item, ast.Compare)):
+        if any(getattr(value, "attr", getattr(value, "id", "")) == "mode" for value in (item.left, *item.comparators)):
+            yield f"line {item.lineno}: {ast.unparse(item)}"
+
+
 def names(module: str, tree: ast.Module) -> Iterator[str]:
     last = module.rpartition(".")[2]
     if last in sys.stdlib_module_names:
@@ -185,6 +192,7 @@ def pickles(module: str, tree: ast.Module) -> Iterator[str]:
     (contracts_below_load, ("distflow/config", "distflow/contracts")),
     (purity, ("distflow/config", "distflow/contracts", "planners")),
     (function_budget, OURS), (broad_excepts, OURS), (names, OURS), (pickles, OURS),
+    (modes, ("planners", "workers")),
 ], ids=lambda value: getattr(value, "__name__", "in"))
 def test_rule(rule: Rule, folders: tuple[str, ...]) -> None:
     assert not broken(rule, sources(*folders))
@@ -206,6 +214,7 @@ def test_rule(rule: Rule, folders: tuple[str, ...]) -> None:
     (broad_excepts, "workers.x", "try:\n    pass\nexcept Exception:\n    pass"),
     (broad_excepts, "workers.x", "try:\n    pass\nexcept (OSError, BaseException):\n    pass"),
     (names, "workers.utils", ""),
+    (modes, "planners.x", 'if spec.run.mode != "sync":\n    pass'),
     (pickles, "workers.x", "import pickle"),
     (pickles, "workers.x", "torch.load(path, weights_only=False)"),
     (pickles, "workers.x", "dist.all_gather_object(out, value)"),

@@ -123,8 +123,7 @@ class TrainContext:
                                   run.shown_samples, RunReader(self.context.path), run.wait_limit, resumed_at)
 
     def _sampling_roles(self) -> set[str]:
-        colocated = self.channel is not None and self.spec.run.mode == "semi_sync"
-        tasks = self.plan.tasks if colocated else self.plan.chain(self.rank)  # the others only receive samples
+        tasks = self.plan.tasks if self.spec.run.trainer_samples else self.plan.chain(self.rank)
         elsewhere = not self.spec.run.validation or (self.channel and validated_elsewhere(self.spec, self.context.plan))
         return {task.role for task in tasks if task.samples} | (set() if elsewhere else {self.prompted})
 

@@ -226,7 +226,7 @@ def _train_context(context: RankContext, worker_context: WorkerContext, store: S
 
 def _connect_calls(ctx: TrainContext, source: DockSource) -> None:
     """Give the source what this rank does before and while samples come."""
-    if ctx.spec.run.mode == "semi_sync":
+    if ctx.spec.run.trainer_samples:
         functions = _load_functions(ctx.spec, ctx.context.plan.groups[1].plan)
         source.sample = ColocatedSampling.of(ctx, source.channel, functions).run
     if ctx.plan.early:

@@ -188,7 +188,7 @@ def _described(spec: Spec, plan: PlacedPlan) -> Iterator[str]:
         least = duration(plan.bound_considered + plan.rest_seconds)
         yield "it is the best of the layouts considered" if plan.bound_considered >= plan.seconds * (1 - 1e-6) \
             else f"the best of the layouts considered takes at least {least}"
-    if len(plan.groups) == 1 and spec.run.mode != "sync":
+    if len(plan.groups) == 1 and spec.run.has_samplers:
         yield f"in its one group all tasks take turns: it runs in mode sync, not {spec.run.mode}"
     yield from _toys(spec)
     for number, group in enumerate(plan.groups, 1):

@@ -146,7 +146,7 @@ def scale(options: argparse.Namespace) -> int:
     if group != "rollout" or not number.isdecimal():
         raise InvalidInput(f"`{options.wanted}` does not say how many rollouts are wanted. Write  rollout=2")
     replicas, run = _rollout_replicas(folder), reload_run(folder).run
-    if not int(number) and run.mode == "semi_sync" and run.least_rollouts:
+    if not int(number) and run.trainer_samples and run.least_rollouts:
         raise InvalidInput(f"without a rollout no rank would validate this run: give 1 to {replicas}. To have the "
                            f"ranks that train validate, stop the job, and  distflow resume {quoted(folder)} --set "
                            "groups.rollout=0")

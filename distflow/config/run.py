@@ -471,19 +471,18 @@ class Run(Document):
 
     @property
     def has_samplers(self) -> bool:
-        """Whether prompts are sampled ahead of the steps that train on them, by ranks that only sample or by the
-        trainer's in turns. Without samplers the trainer's chain samples the prompts of its step."""
+        """Whether prompts are sampled ahead of the steps that train on them, and pass through the dock."""
         return self.mode != "sync"
 
     @property
     def trainer_samples(self) -> bool:
-        """Whether ranks that train are samplers too, in turns."""
-        return self.mode == "semi_sync"
+        """Whether ranks that train sample, too: in the chain of their step, or in turns as samplers."""
+        return self.mode != "async"
 
     @property
     def trainer_samples_alone(self) -> bool:
-        """Whether no rank only samples, though there are samplers."""
-        return self.trainer_samples and self.groups.rollout == 0
+        """Whether the ranks that train are the samplers."""
+        return self.has_samplers and self.trainer_samples and self.groups.rollout == 0
 
     @property
     def trainer_validates(self) -> bool:

@@ -25,7 +25,6 @@ import numpy as np
 from planners.heterogeneous.hardware import Network, Roofline, Rows
 from planners.heterogeneous.problem import (
     GENERATE,
-    SYNC,
     TRAIN,
     Arrangement,
     DeviceGroups,
@@ -295,7 +294,7 @@ class Objective:
     def seconds(self, grouping: Grouping, durations: Durations, sites: Sites | None = None) -> float:
         """Return in mode sync when tasks are done and weights where they are used; in async the longest period."""
         group_of = groups_of(grouping)
-        if self.problem.mode != SYNC:
+        if self.problem.has_samplers:
             return self.in_step(grouping, durations, sites) \
                 if self.problem.freedom.in_step and self.are_in_step(grouping) else \
                 max(self._periods(group_of, durations, sites), default=0.0)

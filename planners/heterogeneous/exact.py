@@ -36,7 +36,6 @@ from distflow.config.extras import pip_line
 from distflow.errors import Diagnostic, InvalidInput
 from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.problem import (
-    SYNC,
     DeviceGroups,
     DeviceSubset,
     Edge,
@@ -180,7 +179,7 @@ class Program:
                 counts = {variable: float(option.subset[device_group]) for variable, option
                           in zip(mine, self.options[task]) if option.subset[device_group]}
                 rows.add(_sum({taken[self.group_of[task]]: 1.0}, _minus(counts)), low=0.0)
-        (self._chains if self.problem.mode == SYNC else self._periods)(rows)
+        (self._periods if self.problem.has_samplers else self._chains)(rows)
         return rows
 
     def _chains(self, rows: _Rows) -> None:

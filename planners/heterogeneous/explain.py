@@ -15,7 +15,6 @@ from distflow.errors import Diagnostic
 from planners.heterogeneous.layouts import CostedProblem, blocks_of, slices_of, strategies
 from planners.heterogeneous.placed_plan import ranks_of
 from planners.heterogeneous.problem import (
-    SYNC,
     TRAIN,
     DeviceGroup,
     Freedom,
@@ -157,7 +156,7 @@ def timeline(costed: CostedProblem, placement: Placement) -> list[tuple[float, f
     problem = costed.problem
     durations = [layout.takes(turns) for layout, turns in zip(placement.layouts, turns_of(problem, placement.grouping))]
     starts = costed.objective.starts(placement.grouping, durations, [layout.sites for layout in placement.layouts])
-    if problem.mode != SYNC:
+    if problem.has_samplers:
         starts = [sum(durations[other] for other in group if other < task) for task in range(len(durations))
                   for group in placement.grouping if task in group]
     return list(zip(starts, durations))

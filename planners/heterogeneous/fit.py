@@ -21,7 +21,6 @@ from distflow.plan import Plan
 from planners.heterogeneous.layouts import CostedProblem, blocks_of
 from planners.heterogeneous.problem import (
     GENERATE,
-    SYNC,
     TRAIN,
     Placement,
     Problem,
@@ -125,7 +124,7 @@ def _candidates(spec: Spec, problem: Problem, offload: bool) -> Iterator[Setting
     longest = max(task.tokens for task in problem.tasks)
     micros = [tokens for tokens in _MICRO_TOKENS if tokens >= longest] or [longest]
     fsdp = all(task.engine == "fsdp" for task in problem.tasks)
-    colocated = spec.run.mode != "async" and any(task.kind == GENERATE for task in problem.tasks)
+    colocated = spec.run.trainer_samples and any(task.kind == GENERATE for task in problem.tasks)
     if offload:
         if not (fsdp and any(task.kind == TRAIN for task in problem.tasks)):
             return
@@ -136,7 +135,7 @@ def _candidates(spec: Spec, problem: Problem, offload: bool) -> Iterator[Setting
         costed = CostedProblem(replace(problem, tasks=tasks))
         for sample_tp, train_tp in product(_SLICES, _SLICES):
             for placement in _placements(spec, costed, sample_tp, train_tp):
-                rollout = 0 if problem.mode == SYNC else sum(
+                rollout = 0 if not problem.has_samplers else sum(
                     sum(subset) for group, subset in zip(placement.grouping, placement.subsets)
                     if all(tasks[task].kind == GENERATE for task in group))
                 for (rows, sampled), swap in product(_rows_at_once(spec, costed, placement),
@@ -175,7 +174,7 @@ def _placements(spec: Spec, costed: CostedProblem, sample_tp: int, train_tp: int
             tp = sample_tp if task.kind == GENERATE else train_tp
             rows = max(1, int(task.micro_tokens // (task.read if task.kind == GENERATE else task.whole)))
             blocks = blocks_of(subset, tp, problem.hardware)
-            colocated = sum(problem.hardware.all) - sum(subset) if spec.run.mode == "semi_sync" else 0
+            colocated = sum(problem.hardware.all) - sum(subset) if spec.run.trainer_samples else 0
             layouts.append(run_layout(costed, number, blocks, (tp, 1), rows)
                            if can_split(spec, problem, number, subset, colocated, tp, 1) else None)
         found = costed.placed(grouping, subsets, layouts)
@@ -233,7 +232,7 @@ def _splits(spec: Spec, settings: Settings) -> dict[str, int]:
 
 def _unplaced(spec: Spec) -> Spec:
     """Return the spec for one rank in mode sync, of which any DAG can be planned to find what its nodes are."""
-    run = spec.run.model_copy(update={"mode": SYNC, "layouts": {}, "faults": []})
+    run = spec.run.model_copy(update={"mode": "sync", "layouts": {}, "faults": []})
     return replace(_on_alike_ranks(spec, None), run=run)
 
 

@@ -16,12 +16,12 @@ from functools import cached_property
 from itertools import groupby, islice
 from typing import Any
 
-from distflow.config.run import Parallel, RoleRun
+from distflow.config.run import Parallel, RoleRun, Run
 from distflow.config.spec import Spec
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import ROLLOUT, SHARES_OUTERMOST, STAGES_OUTERMOST, Layout, RankOrder
 from planners.heterogeneous.placed_plan import PlacedPlan, PlacedTask
-from planners.heterogeneous.problem import GENERATE, INFER, SYNC, TRAIN, ModelTask, Problem
+from planners.heterogeneous.problem import GENERATE, INFER, TRAIN, ModelTask, Problem
 from planners.heterogeneous.workload import problem_of
 
 
@@ -33,7 +33,7 @@ def planned_run(spec: Spec, plan: PlacedPlan) -> Spec:
     if mistakes:
         raise InvalidInput(mistakes)
     assignment = RankAssignment(problem, plan)
-    mode = SYNC if assignment.together else spec.run.mode
+    mode = "sync" if assignment.together else spec.run.mode
     run = spec.run.model_copy(update={"layouts": _layouts(spec, assignment), "ranks": len(plan.ranks), "mode": mode,
                                       "groups": spec.run.groups.model_copy(update=_groups(assignment)),
                                       "roles": spec.run.roles | _micro_batches(spec, assignment)})
@@ -205,22 +205,22 @@ class RankAssignment:
         return result if not any(count for *_, count in left) else None
 
 
-def are_groups_of_a_run(problem: Problem, grouping: Sequence[Collection[int]], mode: str) -> bool:
+def are_groups_of_a_run(problem: Problem, grouping: Sequence[Collection[int]], run: Run) -> bool:
     """Return whether ranks can have the groups of a grouping, whatever devices and layouts these get."""
     numbers = range(len(problem.tasks))
     groups = [_Group([], [problem.tasks[task] for task in group],
                      [problem.tasks[other] for other in numbers if other not in group]) for group in grouping]
-    return _are_of_a_run(sorted(groups, key=lambda group: group.order), mode)
+    return _are_of_a_run(sorted(groups, key=lambda group: group.order), run)
 
 
-def _are_of_a_run(groups: Sequence[_Group], mode: str) -> bool:
-    """Return whether these groups, in the order of their ranks, are such as runs have in a mode."""
+def _are_of_a_run(groups: Sequence[_Group], run: Run) -> bool:
+    """Return whether these groups, in the order of their ranks, are such as a run has in its mode."""
     if len(groups) == 1:
         return True
     together, others = _are_together(groups), groups[1:]
     sampling = [group for group in others if group.samples]
-    alone = mode != SYNC and not together and len(sampling) == 1 \
-        and (sampling[0].kinds == {GENERATE} or (mode == "async" and sampling[0].samples_and_reads))
+    alone = run.has_samplers and not together and len(sampling) == 1 \
+        and (sampling[0].kinds == {GENERATE} or (sampling[0].samples_and_reads and not run.trainer_samples))
     return (alone or together) and all(group.only_infers or group.trains_one for group in others
                                        if not (alone and group.samples))
 
@@ -236,13 +236,13 @@ def _check(spec: Spec, problem: Problem, plan: PlacedPlan) -> Iterator[Diagnosti
         yield Diagnostic(f"the plan's tasks are not the nodes that run models: {', '.join(names)}, each in one group")
         return
     assignment = RankAssignment(problem, plan)
-    found = list(_check_groups(assignment, spec.run.mode))
+    found = list(_check_groups(assignment, spec.run))
     yield from found
     for task in problem.tasks if not found else ():
         yield from _check_task(assignment, task)
 
 
-def _check_groups(assignment: RankAssignment, mode: str) -> Iterator[Diagnostic]:
+def _check_groups(assignment: RankAssignment, run: Run) -> Iterator[Diagnostic]:
     plan = assignment.plan
     for machine, devices in assignment.machines:
         part = sum(device in devices for device in plan.ranks)
@@ -251,12 +251,12 @@ def _check_groups(assignment: RankAssignment, mode: str) -> Iterator[Diagnostic]
                              "a machine take part or none")
     if len(plan.groups) == 1:
         return
-    if not _are_of_a_run(assignment.groups, mode):
+    if not _are_of_a_run(assignment.groups, run):
         sampling = " + ".join(sorted(task.name for task in assignment.problem.tasks if task.kind == GENERATE))
         whole = "has all tasks of one trained role, of frozen roles, or of both"
         can = f"one {'samples and ' if sampling else ''}trains, and each of the others {whole}"
-        if mode != SYNC and sampling:
-            more = ", perhaps with all tasks of frozen roles" if mode == "async" else ""
+        if run.has_samplers and sampling:
+            more = "" if run.trainer_samples else ", perhaps with all tasks of frozen roles"
             can = f"one trains, {sampling} samples{more}, and each of the others {whole}; or {can}"
         yield Diagnostic(f"the plan's groups are {', '.join(' + '.join(group.tasks) for group in plan.groups)}, and in "
                          f"this mode {can}")

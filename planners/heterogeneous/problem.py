@@ -21,7 +21,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 GENERATE, INFER, TRAIN = "generate", "infer", "train"
-SYNC, ASYNC = "sync", "async"
 DeviceSubset = tuple[int, ...]  # devices of each device group
 DeviceGroups = frozenset[int]  # indices of device groups: those of a subset, or those that a layout uses
 Grouping = tuple[tuple[int, ...], ...]
@@ -245,7 +244,7 @@ class Freedom:
     compute with one engine then have the same; `whole_beside`: with cuts, a group that samples and infers, and does not
     train, splits no model; `idle_shares`: tasks whose engines are on all devices of their group: those that such a task
     does not use have shares of 0 rows, among which weights are divided and gradients summed as among others; `in_step`:
-    groups planned for mode async that ranks run in step are costed so (`Objective.in_step`). Without
+    groups planned with samplers that ranks run in step are costed so (`Objective.in_step`). Without
     `assignment` groups span all device groups evenly, in the cluster file's order; without `balance` shares have equal
     rows and layers."""
 
@@ -267,7 +266,7 @@ class Problem:
     tasks: tuple[ModelTask, ...]
     edges: tuple[Edge, ...] = ()
     syncs: tuple[Edge, ...] = ()
-    mode: str = SYNC
+    has_samplers: bool = False
     filled: float = 0.9
     freedom: Freedom = Freedom()
 

@@ -30,7 +30,6 @@ from planners.heterogeneous.planned_run import are_groups_of_a_run, planned_run
 from planners.heterogeneous.problem import (
     GENERATE,
     INFER,
-    SYNC,
     TRAIN,
     DeviceSubset,
     Freedom,
@@ -162,12 +161,12 @@ def as_ranks_run(spec: Spec, costed: CostedProblem, placement: Placement) -> Pla
     layouts = [with_idle_shares(costed.costs, task, layout, blocks)
                for task, (layout, blocks) in enumerate(zip(placement.layouts, held))]
     for group in placement.grouping:
-        if {costed.problem.tasks[task].kind for task in group} == {GENERATE, INFER} and costed.problem.mode != SYNC:
+        if {costed.problem.tasks[task].kind for task in group} == {GENERATE, INFER} and costed.problem.has_samplers:
             for task, layout in _behind_rollouts(costed.problem, group, placement.layouts):
                 layouts[task] = layout
     made = placement if tuple(layouts) == placement.layouts else \
         costed.placed(placement.grouping, placement.subsets, layouts)
-    if made is None or costed.problem.mode == SYNC or not costed.objective.are_in_step(made.grouping):
+    if made is None or not costed.problem.has_samplers or not costed.objective.are_in_step(made.grouping):
         return made
     taken = [layout.takes(turns) for layout, turns in zip(made.layouts, turns_of(costed.problem, made.grouping))]
     sites = [layout.sites for layout in made.layouts]
@@ -246,9 +245,9 @@ def run_freedom(spec: Spec, problem: Problem) -> Freedom:
             return True
         return frozen <= beside if GENERATE in kinds else TRAIN in kinds or roles <= apart
 
-    fitting = tuple(grouping for grouping in grouped if are_groups_of_a_run(problem, grouping, spec.run.mode)
+    fitting = tuple(grouping for grouping in grouped if are_groups_of_a_run(problem, grouping, spec.run)
                     and all(has_roles(group, len(grouping) > 1) for group in grouping))
-    return replace(problem.freedom, groupings=fitting, whole_beside=problem.mode != SYNC, in_step=True,
+    return replace(problem.freedom, groupings=fitting, whole_beside=problem.has_samplers, in_step=True,
                    idle_shares=frozenset(task for task in numbers if not leaves_out(spec, problem, task)), cuts=tuple(
         frozenset(cut for cut in product(_SLICES, _STAGES) if _has_cut(spec, problem, number, *cut))
         for number in numbers))
@@ -299,7 +298,7 @@ def _run_groups(problem: Problem, roles: Sequence[str],
                      if problem.tasks[task].kind == GENERATE or problem.tasks[task].role in beside)
     training = tuple(task for task in tasks if task not in sampling)
     for used in _parts(problem.hardware):
-        if problem.mode == SYNC:
+        if not problem.has_samplers:
             yield (tuple(tasks),), (used,)
             continue
         for first in _divisions(problem.hardware, used) if sampling and training else ():
@@ -308,7 +307,7 @@ def _run_groups(problem: Problem, roles: Sequence[str],
     for role, second in ((role, second) for role in roles for second in _divisions(problem.hardware, everything)):
         own, last = tuple(task for task in training if problem.tasks[task].role == role), _less(everything, second)
         rest = tuple(task for task in training if task not in own)
-        if problem.mode == SYNC:
+        if not problem.has_samplers:
             yield _sorted([((*sampling, *rest), second), (own, last)])
             continue
         for first in _divisions(problem.hardware, second):
@@ -364,8 +363,8 @@ class EngineLayouts:
         problem, layouts = self.costed.problem, {}
         for group, subset in zip(grouping, subsets):
             turns = shared(problem, group)
-            whole = turns and problem.mode != SYNC and any(problem.tasks[task].kind == GENERATE for task in group)
-            colocated = sum(map(sum, subsets)) - sum(subset) if self.spec.run.mode == "semi_sync" else 0
+            whole = turns and problem.has_samplers and any(problem.tasks[task].kind == GENERATE for task in group)
+            colocated = sum(map(sum, subsets)) - sum(subset) if self.spec.run.trainer_samples else 0
             for memory_item in dict.fromkeys(problem.tasks[task].memory_item for task in group):
                 own = tuple(task for task in group if problem.tasks[task].memory_item == memory_item)
                 best = self._best(own, subset, colocated, turns, whole)
@@ -410,7 +409,7 @@ def can_split(spec: Spec, problem: Problem, number: int, subset: DeviceSubset, c
               pp: int) -> bool:
     """Return whether a task's engine and model, and the ranks of a subset, allow so many slices and stages; in mode
     semi_sync so do the `colocated` ranks, which sample too."""
-    apart = problem.mode != SYNC and problem.tasks[number].kind == GENERATE
+    apart = problem.has_samplers and problem.tasks[number].kind == GENERATE
     whole = sum(subset) % (tp * pp) == 0 and sum(blocks_of(subset, tp, problem.hardware)) * tp == sum(subset)
     return whole and not (apart and colocated % tp) and _has_cut(spec, problem, number, tp, pp)
 
@@ -418,7 +417,7 @@ def can_split(spec: Spec, problem: Problem, number: int, subset: DeviceSubset, c
 def _has_cut(spec: Spec, problem: Problem, number: int, tp: int, pp: int) -> bool:
     """Return whether a task's engine and model allow so many slices and stages."""
     task = problem.tasks[number]
-    apart = problem.mode != SYNC and task.kind == GENERATE
+    apart = problem.has_samplers and task.kind == GENERATE
     roles = {each.role for each in problem.tasks if each.kind == GENERATE}
     layers = [task.layers // pp + (stage < task.layers % pp) for stage in range(pp)]
     return not (apart and (pp > 1 or (tp > 1 and len(roles) > 1))) and pp <= task.layers and not check_split(

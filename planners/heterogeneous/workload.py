@@ -16,7 +16,7 @@ from distflow.config.spec import Spec
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Plan, RowLineage, Task
 from planners.heterogeneous.hardware import hardware_of
-from planners.heterogeneous.problem import ASYNC, GENERATE, INFER, SYNC, TRAIN, Edge, ModelTask, Problem
+from planners.heterogeneous.problem import GENERATE, INFER, TRAIN, Edge, ModelTask, Problem
 from planners.memory import LOGITS_AT_ONCE, PAGED, activation_bytes, gathered_at_once
 from planners.planner import plan
 from planners.transfers import through_dock
@@ -40,20 +40,19 @@ def problem_of(spec: Spec) -> Problem:
     lineage = RowLineage(single_rank_plan.tasks, single_rank_plan.source)
     response = max((models[task.role][0].generation.max_new_tokens for task in tasks if task.samples),
                    default=spec.run.data.max_target_tokens)
-    colocated = spec.run.mode == SYNC or spec.run.trainer_samples_alone
+    colocated = not spec.run.has_samplers or spec.run.trainer_samples_alone
     sampling = {task.role for task in tasks if task.samples and colocated}  # by ranks that train
     model_tasks = tuple(_model_task(spec, lineage, task, response, *models[task.role], task.role in sampling)
                         for task in tasks)
-    mode = SYNC if spec.run.mode == SYNC else ASYNC
     dtype = "float32" if all(model_task.width == 4 for model_task in model_tasks) else "bfloat16"
     return Problem(hardware_of(spec.cluster, dtype), model_tasks, _edges(single_rank_spec, single_rank_plan, tasks),
-                   _syncs(model_tasks), mode)
+                   _syncs(model_tasks), spec.run.has_samplers)
 
 
 def _of_a_rank(spec: Spec) -> Spec:
     """Return a run of the same work by one rank, without what it says of several: groups, splits and replicas."""
     roles = {name: role.model_copy(update={"replicas": 1}) for name, role in spec.run.roles.items()}
-    alone = {"mode": SYNC, "layouts": {}, "faults": [], "groups": Groups(), "roles": roles}
+    alone = {"mode": "sync", "layouts": {}, "faults": [], "groups": Groups(), "roles": roles}
     return replace(spec, run=spec.run.model_copy(update=alone),
                    cluster=spec.cluster.model_copy(update={"machines": {}, "devices": {}}))
 
@@ -134,7 +133,7 @@ def _logits(kind: str, settings: RoleRun, outputs: int, width: int) -> tuple[int
 def _has_stages(spec: Spec, kind: str, settings: RoleRun) -> bool:
     """Return whether the engine of a task has pipelines; in modes with groups none that samples has."""
     if kind == GENERATE:
-        return spec.run.mode == SYNC and "pp" not in ROLLOUTS[settings.rollout].cannot
+        return not spec.run.has_samplers and "pp" not in ROLLOUTS[settings.rollout].cannot
     return "pp" not in TRAINERS[settings.engine].cannot
 
 

@@ -413,7 +413,7 @@ def test_ranks_that_sample_and_train_are_in_step_with_others(grouping: tuple[tup
     tasks = tuple(replace(WORK, name=kind + role, kind=kind, role=role) for kind, role in (
         (GENERATE, "actor"), (INFER, "reference"), (TRAIN, "actor"), (TRAIN, "critic")))
     problem = Problem(Hardware((FAST,), ((FAR,),)), tasks, (Edge(0, 1, 0), Edge(1, 2, 0), Edge(0, 3, 0)),
-                      (Edge(2, 0, 0),), mode="async")
+                      (Edge(2, 0, 0),), has_samplers=True)
     objective, durations = Objective(problem, Network(problem.hardware)), (3.0, 4.0, 6.0, 2.0)
     assert objective.seconds(grouping, durations) == apart
     assert objective.are_in_step(grouping) == (len(grouping) > 1 and grouping[0] != (0,))
