@@ -162,7 +162,8 @@ def broad_excepts(module: str, tree: ast.Module) -> Iterator[str]:
 def modes(module: str, tree: ast.Module) -> Iterator[str]:
     """Yield comparisons of a run's mode: `Run.has_samplers` and `Run.trainer_samples` answer what they ask."""
     for item in (item for item in ast.walk(tree) if isinstance(item, ast.Compare)):
-        if any(getattr(value, "attr", getattr(value, "id", "")) == "mode" for value in (item.left, *item.comparators)):
+        if any(getattr(value, "attr", "") == "mode" or getattr(value, "value", "") in ("sync", "semi_sync", "async")
+               for value in (item.left, *item.comparators)):
             yield f"line {item.lineno}: {ast.unparse(item)}"
 
 
