@@ -17,16 +17,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 from harness import command, environment, write_workspace
 from hypothesis import settings
 from ranks import forget_users
 from ready import Ready, ReadyRun
 
+from distflow.config import sizes
+
 settings.register_profile("distflow", derandomize=True, deadline=None)  # the same examples each time, however slow
 settings.load_profile("distflow")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what it puts into the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or Ctrl-C would mean nothing to the runs of tests either
+sizes._describing, DESCRIBING = fork_server.describe, sizes._describing
 BEGAN, MINUTES = time.monotonic(), os.environ.get("TEST_MINUTES", "")
 """After so many minutes no more whole runs are started: on a machine of many users a suite may last twice as long."""
 LEFT_OUT = "the time for whole runs is over"
@@ -83,6 +87,12 @@ def _search_path() -> Iterator[None]:
     before, modules = sys.path[:], {*sys.modules}
     yield
     forget_users(before, modules)
+
+
+@pytest.fixture
+def describing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have models described as users' runs have it: by a process that loads torch."""
+    monkeypatch.setattr(sizes, "_describing", DESCRIBING)
 
 
 @pytest.fixture

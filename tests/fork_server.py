@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.forkserver import ensure_running
+from pathlib import Path
 from typing import Any
 
 FORKED = multiprocessing.get_context("forkserver")
@@ -37,6 +38,27 @@ def fork_process(target: Callable[..., None], *arguments: Any, daemon: bool = Fa
         _set_environment(own)
     process.start()
     return process
+
+
+def describe(config: str) -> subprocess.CompletedProcess[str]:
+    """What `workers.engines.description` says of a model's configuration, in a process that need not load torch."""
+    with tempfile.TemporaryDirectory() as place:
+        given, out, err = (Path(place, name) for name in ("in", "out", "err"))
+        given.write_text(config)
+        process = fork_process(_describe, str(given), str(out), str(err))
+        process.join()
+        return subprocess.CompletedProcess([], process.exitcode, out.read_text(), err.read_text())
+
+
+def _describe(given: str, out: str, err: str) -> None:
+    import transformers
+
+    from workers.engines.description import main
+
+    transformers.logging.set_verbosity_error()
+    sys.stdin, sys.stdout, sys.stderr = open(given), open(out, "w", buffering=1), \
+        open(err, "w", buffering=1)  # noqa: SIM115
+    main()
 
 
 def _set_environment(variables: dict[str, str]) -> None:

@@ -285,18 +285,22 @@ def from_json(text: str) -> Shape | None:
 def _ask(config: str) -> tuple[int, Shape | None]:
     """Return the exit status of the process and the last shape that it prints: it knows more from line to line, as far
     as it comes. Raises ValueError: see `_described`."""
-    search = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": search, "CUDA_VISIBLE_DEVICES": "",
-                   "TRANSFORMERS_VERBOSITY": "error"}
     try:
-        done = subprocess.run([sys.executable, "-P", "-m", _DESCRIBES], input=config, capture_output=True, text=True,
-                              timeout=_SECONDS, check=False, env=environment)
+        done = _describing(config)
     except (OSError, subprocess.TimeoutExpired):
         return -1, None
     if done.returncode == REFUSED:
         raise ValueError(done.stderr.strip().rpartition("\n")[2][:300])
     lines = [line for line in done.stdout.splitlines() if line.startswith(("null", "{"))]
     return (done.returncode, from_json(lines[-1])) if lines else (-1, None)
+
+
+def _describing(config: str) -> subprocess.CompletedProcess[str]:
+    search = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": search, "CUDA_VISIBLE_DEVICES": "",
+                   "TRANSFORMERS_VERBOSITY": "error"}
+    return subprocess.run([sys.executable, "-P", "-m", _DESCRIBES], input=config, capture_output=True, text=True,
+                          timeout=_SECONDS, check=False, env=environment)
 
 
 def shape_of_embedded(model: Model) -> Shape:

@@ -79,7 +79,7 @@ def test_published_models_have_the_parameters_that_are_stated(name: str) -> None
     assert shape.cached == said["cached"]
 
 
-def test_another_process_describes_a_model_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_describes_a_model_once(cache: Path, describing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer is kept; a broken answer is asked again, and one that cannot be kept is no error."""
     config = {"model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 77}
     first = shape_of(config)
