@@ -144,15 +144,18 @@ def _pays_more(series: Series) -> bool:
 
 @detector(rows="low", symptom=True, origin=Origin.OUTCOME)
 def reward_fell(series: Series) -> Evidence | None:
-    """The mean reward is lower than before, by more than chance."""
-    values = series.known(series.reward)
-    at = fall([value for _, value in values])
-    if at is None:
+    """The mean reward, or what else training improves, is worse than before, by more than chance."""
+    name, sign = series.goal
+    values = series.known(name)
+    at = fall([sign * value for _, value in values])
+    if at is None or name == "loss" and "supervised_update" not in series.functions:  # others are near 0
         return None
     before, after = (mean(value for _, value in part) for part in (values[:at][-40:], values[at:]))
-    return Evidence(values[at][0], series.reward, f"The reward fell from {before:.3f} to {after:.3f}",
-                    "the policy became worse, or the reward or the data harder",
-                    f"go on from a checkpoint before it with  {series.lower_rate}",
+    what = "The reward fell" if name == series.reward else f"`{name}` got worse:"
+    return Evidence(values[at][0], name, f"{what} from {before:.3f} to {after:.3f}",
+                    "the policy became worse, or the reward or the data harder" if name == series.reward else
+                    "each update is too large (the learning rate), or the data contradicts itself, or is another since "
+                    "then", f"go on from a checkpoint before it with  {series.lower_rate}",
                     {"before": before, "after": after})
 
 

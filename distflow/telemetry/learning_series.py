@@ -184,9 +184,8 @@ class Series:
     @property
     def goal(self) -> tuple[str, int]:
         """The metric that training improves, and 1, or -1 if less of it is better."""
-        if self.known(self.reward):
-            return self.reward, 1
-        return ("preference/margin", 1) if self.known("preference/margin") else ("loss", -1)
+        goals = {self.reward: 1, "preference/margin": 1, "distillation/reverse_kl": -1, "distillation/divergence": -1}
+        return next(((name, sign) for name, sign in goals.items() if self.known(name)), ("loss", -1))
 
     @property
     def deciding_part(self) -> str:

@@ -88,11 +88,6 @@ def _rewards_differ(series: Series) -> bool:
     return min(series.last("reward/std", 3) or series.last("environment/reward_std", 3) or [0.0]) > 0.01
 
 
-def _since_start(name: str, least: float) -> Callable[[Series], bool]:
-    """Return whether a metric was at least so high in the first steps, too."""
-    return lambda series: middle(series.first(name, 2)) >= least
-
-
 _COMPARE = "compare a prompt of samples.jsonl with its answer and reward"
 DATA, REWARD, ADVANTAGE, UPDATE, POLICY = Origin.DATA, Origin.REWARD, Origin.ADVANTAGE, Origin.UPDATE, Origin.POLICY
 READINGS = (
@@ -137,6 +132,11 @@ READINGS = (
             "the preferences are noisy: labels by chance, some pairs with chosen and rejected swapped, or a reward "
             "that ranks wrong answers first", "clean the pairs of  data.train ; nodes.update.with.label_smoothing=0.1 "
             " bears a few", steps=8),
+    Reading("pairs_contradict", UPDATE, "preference/accuracy", 0.0,
+            "The rejected answers are preferred: in {value:.0%} of the pairs alone the chosen one is ahead",
+            "the preference has the wrong sign in a loss or node, or the learning rate is far too high",
+            "the node that writes `preference`: 1 for the chosen answer", most=0.3, steps=8,
+            when=lambda series: len(series.known("preference/accuracy")) > 8),
     Reading("reward_failures", REWARD, "*/timeouts", 0.1, "{value:.0%} of the samples have no reward in time",
             "the {name} takes longer than its limit, and what leaves the step is no random choice",
             "nodes.reward.with.limit=600 , or more  workers  there", per="samples"),
@@ -289,13 +289,13 @@ class Usual:
             value, text = self.of(series, key, series.settings[key]), series.settings[key]
             above, below = _log(value) - _log(self.high), _log(self.low) - _log(value)
             if max(above, below) > 1e-3:
-                bound = self.high if above > 0 else self.low
+                bound, side, of = (self.high, "at most", 0.1) if above > 0 else (self.low, "at least", 10.0)
                 own = bound if self.unit or not value else bound * number(text, value) / value
-                does = self.does.partition("|")
+                does, _, does_above = self.does.partition("|")
                 yield Odd(max(above, below), not self.sure[0] <= value <= self.sure[1],
-                          f"`{key}` is {text}{f', {value:.2g} {self.unit}' if self.unit else ''} (usual: "
-                          f"{'at most' if above > 0 else 'at least'} {own:.3g})",
-                          does[2] if above > 0 and does[1] else does[0], f"{key}={self.fix or f'{own / 10:.1g}'}")
+                          f"`{key}` is {text}{f', {value:.2g} {self.unit}' if self.unit else ''} (usual: {side} "
+                          f"{own:.3g})", does_above if above > 0 and does_above else does,
+                          f"{key}={self.fix or f'{own * of:.1g}'}")
 
 
 class Odd(NamedTuple):
@@ -373,11 +373,6 @@ def _clip(series: Series, key: str, text: str) -> float:
     return number(text, math.nan) if bounded else math.nan
 
 
-def _horizon(series: Series, _key: str, text: str) -> float:
-    """Return how many tokens a discount looks ahead, in lengths of a completion."""
-    return 1 / max(1 - number(text, 1.0), 1e-9) / max(middle(series.last("response/length", 1)), 1.0)
-
-
 USUAL = (
     Usual("roles.*.learning_rate", 1e-9, 1e-5, (1e-12, 1e-4),
           "updates are too small to change anything|each update is too large: the model is destroyed, not trained",
@@ -410,8 +405,8 @@ USUAL = (
           "0.001", _STILL | {"no_signal", "reward_fell", "loss_spike", "kl_runs_off"}),
     Usual("nodes.*.with.entropy", 0, 0.05, (0, 0.2), "|the bonus outweighs the reward: the policy is paid for being "
           "random", "0", _RANDOM),
-    Usual("nodes.*.with.gamma", 0.5, math.inf, (0.2, math.inf), "most tokens never hear of the reward at the end",
-          "1.0", _STILL | {"no_signal", "value_head"}, of=_horizon, unit="completions ahead"),
+    Usual("nodes.*.with.gamma", 0.99, 1, (0.9, 1), "most tokens never hear of the reward at the end", "1.0",
+          _STILL | {"no_signal", "value_head"}),
     Usual("nodes.*.with.lam", 0.5, 1, (0.1, 1), "advantages trust the critic alone, which knows nothing of the end at "
           "first", "0.95", _STILL | {"no_signal", "value_head"}),
     Usual("nodes.*.with.group_size", 3, 512, (0, math.inf), "a sample has few others of its prompt to be compared with",

@@ -70,6 +70,7 @@ def test_noise_is_no_fault(seed):
     ("reward_against_answers", {"reward__answer_correlation": -0.9}),
     ("reward_against_answers", {"reward__answer_correlation": 0.0}),
     ("pairs_contradict", {"preference__worse_has_answer": 0.5}),
+    ("pairs_contradict", {"preference__accuracy": 0.1}),
     ("same_observations", {"environment__same_answers": 1.0}),
     ("overlong", {"reward__overlong": 1.0}),
     ("gradient_vanishes", {"grad_norm": 1e-7}),
@@ -169,6 +170,19 @@ def test_held_out_answers_are_compared_with_those_before_the_first_step():
     fault, = faults_of(steps)
     assert (fault.detector, fault.step, fault.evidence.figures["best"]) == ("held_out_falls", 12, 0.5)
     assert faults_of(steps[1:]) == []
+
+
+@pytest.mark.parametrize(("goal", "sign", "function"), [
+    ("loss", 1, "supervised_update"), ("distillation/divergence", 1, "distillation_update"),
+    ("preference/margin", -1, "preference_update"),
+])
+def test_training_that_gets_worse_at_its_own_goal(goal, sign, function):
+    values = [sign * value for value in (*noise(20, 1.0, 0.05), *noise(12, 2.0, 0.05, seed=1))]
+    fault, = (fault for fault in faults_of(trained(values, goal), {"nodes.update.function": function})
+              if fault.detector != "loss_spike")
+    assert fault.detector == "reward_fell"
+    assert fault.evidence.since == pytest.approx(21, abs=2)
+    assert faults_of(trained(values[::-1], goal), {"nodes.update.function": function}) == []
 
 
 SETTINGS = {"roles.actor.trained": "true", "roles.actor.weight_decay": "10", "roles.reference.copy_of": "actor",
