@@ -9,6 +9,7 @@ computed next to the model.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import json
@@ -115,8 +116,9 @@ class ImageProcessor:
 class LibraryProcessor:
     """Processor of transformers: it resizes and cuts images next to the model, and says which tokens stand for them."""
 
-    def __init__(self, processor: Any, folder: Path):
-        self.processor, self.folder = processor, folder
+    def __init__(self, processor: Any, folder: Path, tokenizer: PreTrainedTokenizerBase):
+        """`tokenizer`: another object than the processor's, whose padding threads that encode text must not see."""
+        self.processor, self.folder, self.tokenizer = processor, folder, tokenizer
         self.token: int = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
         """What a chat template writes in place of an image."""
 
@@ -135,7 +137,8 @@ class LibraryProcessor:
             still = type(found.__name__, (found,), {"check_argument_for_proper_class": _unchecked})
             nothing = {name: None for name in ("video_processor", "feature_extractor") if name in takes}
             images = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
-            return cls(still(**given, **nothing, image_processor=images, tokenizer=tokenizer), folder)
+            return cls(still(**given, **nothing, image_processor=images, tokenizer=copy.deepcopy(tokenizer)), folder,
+                       tokenizer)
         except (ImportError, ValueError) as error:  # such as one that is code in the folder, which is never run
             raise InvalidInput(f"the image processor of {folder} cannot be loaded: {error}") from None
 
@@ -151,8 +154,7 @@ class LibraryProcessor:
     def spans(self, images: list[Image.Image], token: int) -> list[list[int]]:
         """Return the tokens in a prompt of each of its images."""
         (offsets,) = self._processed([[image.convert("RGB") for image in images]])["text_replacement_offsets"]
-        encode = self.processor.tokenizer.encode
-        return [encode(each["replacement"], add_special_tokens=False) for each in offsets]
+        return [self.tokenizer.encode(each["replacement"], add_special_tokens=False) for each in offsets]
 
     def inputs(self, rows: list[Ragged]) -> dict[str, Tensor]:
         """Return the model's inputs for the images of some rows."""

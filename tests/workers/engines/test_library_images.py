@@ -108,6 +108,7 @@ def test_images_are_those_of_the_library_and_too_large_ones_are_dropped(tmp_path
     try:
         role = build_roles(spec, plan(spec, 1), {"actor"}, {"actor"} if dag == "grpo" else set(), "cpu")["actor"]
         batch = dataloader(spec, role, 0).next()
+        assert role.tokenizer.backend_tokenizer.padding is None, "a thread that encodes prompts would see it"
         prompts, images = batch["prompts"], batch["images"]
         assert {len(row) for row in images.rows} == {0, 1, 2}
         every = torch.arange(8).repeat_interleave(2 if dag == "grpo" else 1)
