@@ -1,7 +1,7 @@
 """Resharding: gathers training shards into whole tensors, bucket by bucket (allgather of MindSpeed RL, §3.2).
 
-A large tensor is gathered straight to its target, or into a buffer that serves one tensor after the other; small ones
-travel together. `all_gather` and `reduce_scatter` have the newer of the two names that torch uses.
+A large tensor is gathered straight to its target, where there is one; small ones travel together. `all_gather` and
+`reduce_scatter` have the newer of the two names that torch uses.
 """
 
 from __future__ import annotations
