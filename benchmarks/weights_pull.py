@@ -13,6 +13,10 @@ A pull by memory does not copy: it ends when all bytes have been read for their 
 publisher's memory, which the rollout then has mapped and locked. So it may be faster than the raw copy.
 
 All memory has been used before. Repeats of all sides take turns.
+
+Then a rollout of two ranks (`tp: 2`), a leader and one that follows, loads a version that a trainer on another machine
+has: bytes that came over the network, over those of the ranks' slices, which are one model. On one machine a rank
+pulls for both, and the other uses its memory. On two machines each pulls all.
 """
 
 from __future__ import annotations
@@ -28,9 +32,14 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.group import on_ranks
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed
 from distflow.config.models import missing_transport
+from distflow.config.run import RoleRun
+from distflow.data.exchange import gather_values
 from distflow.rpc.shared_memory import MemoryAddress
 from distflow.store.interface import Store
 from distflow.store.tcp import TCPStoreClient, store_on
@@ -39,6 +48,13 @@ from distflow.weights.puller import Puller
 from distflow.weights.sources import SourceClient, SourceConnections
 from distflow.weights.transport import transports
 from distflow.weights.transport.memory import LockedMemory
+from workers.engines.devices import NAMES
+from workers.engines.embedded import build_model, build_tokenizer
+from workers.engines.hf import HFRollout
+from workers.engines.shared_engine import SharedEngine
+from workers.engines.tp_leader import TPFollowerEngine, TPLeader
+from workers.engines.weight_updates import WeightUpdates
+from workers.weight_sync import load_if_newer
 
 TRANSPORTS = [way for way in ("memory", "ucx", "tcp") if not missing_transport(way)]
 GOAL, MIB = 0.8, 1 << 20
@@ -218,6 +234,49 @@ def measure(pair: Pair, mib: int, repeats: int) -> dict[str, Spread]:
     return found
 
 
+def pull_split(port: int, token: bytes, machines: list[str]) -> tuple[int, list[int]]:
+    """Publish on the first rank, load on the others, which are one rollout. Return the bytes of the model, and those
+    that each rank of the rollout has received from other machines."""
+    rank, store = dist.get_rank(), TCPStoreClient("127.0.0.1", port, 60.0).below(", ".join(machines))
+    os.environ["DISTFLOW_MACHINE"] = machines[rank]
+    mesh, group = init_device_mesh("cpu", (3, 1, 1, 1), mesh_dim_names=NAMES), dist.new_group([1, 2])
+    model = build_model(8192, 0, layers=8, hidden=512, heads=8, kv_heads=4)
+    tensors = {name: parameter.data for name, parameter in model.named_parameters()}
+    size, received = sum(tensor.nbytes for tensor in tensors.values()), 0
+    if rank == 0:
+        publisher = Publisher(store, token, rank=0, ranks=1)
+        publisher.publish(1, {name: tensor + 1 for name, tensor in tensors.items()})
+        dist.barrier()
+        publisher.close()
+    else:
+        engine = HFRollout.build(model, build_tokenizer(["one"]), RoleRun(), mesh, 0, [2])
+        updates = WeightUpdates(Puller(store, token, f"rollout {rank}"), 0)
+        if rank == 1:
+            leader = TPLeader(engine, group)
+            shared = SharedEngine(leader, lambda shared: load_if_newer(updates, shared))
+            while leader.version < 1:
+                shared.renew(shared)
+            leader.release_followers()
+        else:
+            TPFollowerEngine(engine, updates, group).run()
+        whole = updates.puller.whole
+        if whole is None or engine.version != 1:
+            raise SystemExit(f"rank {rank} of the rollout has not loaded the version")
+        received = sum(part.size for number, part in whole.chunks.parts.items() if number not in whole.chunks.mapped)
+        dist.barrier()
+        updates.close()
+    return size, gather_values(received)[1:]
+
+
+def measure_split() -> None:
+    store = store_on("127.0.0.1")
+    for name, machines in {"one machine": ["a", "b", "b"], "two machines": ["a", "b", "c"]}.items():
+        size, received = on_ranks(3, pull_split, store.port, secrets.token_bytes(32), machines)
+        sizes = " and ".join(f"{each / MIB:.1f}" for each in received)
+        print(f"a rollout of two ranks on {name}: {sizes} MiB received by its ranks, {sum(received) / size:.3f} of "
+              "their slices", flush=True)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = options(__doc__)
     parser.add_argument("--mib", type=int, nargs="+", help="multiples of 16; default 64 512 2048, with --quick 64 256")
@@ -229,6 +288,7 @@ def main(arguments: list[str] | None = None) -> None:
     if missing := missing_transport("ucx"):
         print(f"ucx is left out: {missing}")
     found = {(mib, way): spread for mib in sizes for way, spread in measure(pair, mib, given.repeats).items()}
+    measure_split()
     worst = min(found, key=lambda case: found[case].median)
     print(f"the least of all is {worst[1]} at {worst[0]} MiB")
     conclude("a pull's rate, verified, over that of the raw transport: the least of all sizes and transports",

@@ -108,8 +108,9 @@ def test_images_are_those_of_the_library_and_too_large_ones_are_dropped(tmp_path
     try:
         role = build_roles(spec, plan(spec, 1), {"actor"}, {"actor"} if dag == "grpo" else set(), "cpu")["actor"]
         batch = dataloader(spec, role, 0).next()
-        assert role.tokenizer.backend_tokenizer.padding is None, "a thread that encodes prompts would see it"
         prompts, images = batch["prompts"], batch["images"]
+        role.image_processor.inputs([max(images.rows, key=len)])
+        assert role.tokenizer.backend_tokenizer.padding is None, "a thread that encodes prompts would see it"
         assert {len(row) for row in images.rows} == {0, 1, 2}
         every = torch.arange(8).repeat_interleave(2 if dag == "grpo" else 1)
         samples = role.generate(prompts, torch.arange(16), repeats=2, images=images) if dag == "grpo" else None
