@@ -20,7 +20,7 @@ from distflow.errors import Diagnostic, InvalidInput, abbreviated
 
 Record = dict[str, Any]
 QUESTION, ANSWER = (str(Data.model_fields[name].default) for name in ("question", "answer"))
-OF_QUESTIONS = ("system", "system_prompt", "context", "passage")
+OF_QUESTIONS = ("system", "system_prompt", "context", "passage", "choices", "options")
 """Fields by whose names their text belongs to the question."""
 SCORES = ("score_chosen", "score_rejected")
 """Fields by whose names they say how good the answers of a pair are."""

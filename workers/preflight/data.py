@@ -11,6 +11,7 @@ The form of each record, duplicates and what is validated on: `distflow.data.che
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -123,10 +124,18 @@ def _questions_are_whole(records: FirstRecords) -> Iterator[FailedProof]:
     asked = [" ".join(content_text(message.get("content")) for message in messages_of(row, records.data))
              for row in records.rows]
     for name in (each for each in OF_QUESTIONS if each not in records.data.columns.values()):
-        texts = [(index, row.get(name)) for index, row in enumerate(records.rows)]
-        unread = [index for index, text in texts if isinstance(text, str) and text.strip() not in asked[index]]
+        longest = [max(_texts(row.get(name)), key=len, default="") for row in records.rows]
+        unread = [index for index, text in enumerate(longest) if text.strip() not in asked[index]]
         yield from records.failed(unread, f" has a text in its field `{name}`, which its prompt does not show",
                                   "If it belongs to the question, write it there.", doubt=True)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a value."""
+    if isinstance(value, str):
+        yield value
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    yield from itertools.chain.from_iterable(map(_texts, inner))
 
 
 _OF_ANSWERS = (_answers_differ, _answers_are_not_counted, _answers_are_not_in_questions, _choices_are_offered)

@@ -46,6 +46,11 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
                                          for each in SUMS]), False, "has tools in its field `tools`, which no prompt"),
     "a passage that no prompt shows": (Task([{**each, "context": f"{each['answer']} is the sum."} for each in SUMS]),
                                        False, "has a text in its field `context`, which its prompt does not show"),
+    **{f"choices that no prompt shows, {kind}": (
+        Task([{"question": f"Which is {a} + 3?", name: value, "answer": "B"} for a in range(3)] + [
+            {"question": "And 1 + 3?", name: value, "answer": "A"}]), False, f"has a text in its field `{name}`")
+       for kind, name, value in (("a list", "choices", ["three", "four"]),
+                                 ("a mapping", "options", {"text": ["three", "four"], "label": ["A", "B"]}))},
     "held-out questions are trained on": (Task(SUMS, held_out=SUMS), False, "questions of heldout.jsonl are in the "
                                           "training set"),
     "references that are not understood": (Task([{**each, "answer": rf"\foo{{{each['answer']}}} or ("}
@@ -97,6 +102,8 @@ GOOD = {
                                      for a in range(12)] + [{"context": " ", "question": "3?", "answer": "no"}]),
     "scored pairs": Task([{**each, "score_chosen": 7, "score_rejected": 5.0} for each in PAIRS], dag="dpo",
                          data={"columns": ["chosen", "rejected"]}),
+    "choices that are shown": Task([{"question": f"{a} + 3?\nA) three\nB) four\nC) five\n", "choices": [
+        "three", "four", "five"], "answer": "ABC"[a % 3]} for a in range(12)]),
     "a reward of one's own": MINE(reward("return float(completion.strip().endswith(answer))")),
     "a reward of lists": MINE(reward("return [float(c.strip() == a) for c, a in zip(completions, answers)]",
                                      arguments="completions: list[str], answers: list[str]")),
