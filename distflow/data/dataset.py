@@ -155,8 +155,8 @@ def _open_file(path: Path) -> Records:
         other = bare if bare.suffix in kinds else path.with_stem(f"{path.stem}-unpacked")
         hint = f"Unpack it:  {packed} -dc {shlex.quote(str(path))} > {shlex.quote(str(other))}"
     elif path.suffix == ".csv":
-        program = f"import pandas; pandas.read_csv({str(path)!r}).to_json({str(path.with_suffix('.jsonl'))!r}, " \
-                  "orient='records', lines=True)"
+        program = f"import pandas; pandas.read_csv({str(path)!r}, dtype=str, keep_default_na=False).to_json(" \
+                  f"{str(path.with_suffix('.jsonl'))!r}, orient='records', lines=True)"  # 007 and NA are texts
         hint += f"\nInstead:  python -c {shlex.quote(program)}"
     what = f"it is packed by {packed}" if packed else f"unknown kind of data: `{path.suffix or path.name}`"
     raise InvalidInput(Diagnostic(what, Location(str(path)), hint))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import subprocess
+import sys
 import tracemalloc
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -107,3 +109,13 @@ def test_open_records_opens_a_file_once_until_it_changes(tmp_path: Path, kind: s
 def _read_all(path: Path, data: Data) -> list[dict]:
     records = open_records(path, data)
     return records.get(range(len(records)))
+
+
+def test_a_csv_file_becomes_lines_by_the_command_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('question,answer\n"a, ""b""?",007\nNamibia?,NA\n')
+    with pytest.raises(InvalidInput) as caught:
+        open_records(tmp_path / "a.csv")
+    command = str(caught.value).partition("Instead:  python")[2]
+    subprocess.run(f"{sys.executable}{command}", shell=True, check=True)
+    assert open_records(tmp_path / "a.jsonl").get([0, 1]) == [
+        {"question": 'a, "b"?', "answer": "007"}, {"question": "Namibia?", "answer": "NA"}]

@@ -38,7 +38,8 @@ _MODULES = ("string", "re", "datetime", "collections", "heapq", "bisect", "copy"
 _HARNESS = """\
 import sys
 _program, _tests, _token = {program!r}, {tests!r}, sys.stdin.readline()
-_names = {{"__name__": "__main__"}}
+_names = vars(sys.modules.setdefault("solution", type(sys)("solution")))  # from which some tests import
+_names["__name__"] = "__main__"
 try:
     exec(compile(_program, "program.py", "exec"), _names)
 except SystemExit:
@@ -113,12 +114,13 @@ def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
     one that is not there, `code/timed_out` that of programs that a machine with other work may have ended too soon.
 
     The data's column `tests` holds either Python that raises on failure, such as `assert add(1, 2) == 3`, or a list of
-    such texts, which run after the program with its names, each text as one test; or JSON, a list of {"input": text,
-    "output": text} or {"inputs": texts, "outputs": texts} for the standard streams, where space at the ends of lines
-    and of the text does not count, a wanted number with a decimal point may be written otherwise, and one with a
-    fraction may differ by 1e-6, or if it is below 1 by a millionth of it. With `fn_name`, as in APPS and LiveCodeBench,
-    that function, or method of the class `Solution`, is called with JSON, an argument in each line or a list of all. A
-    program that does not compile, raises or exceeds a limit fails.
+    such texts, which run after the program with its names, each text as one test (functions for pytest that take no
+    arguments are called); or JSON, a list of {"input": text, "output": text} or {"inputs": texts, "outputs": texts} for
+    the standard streams, where space at the ends of lines and of the text does not count, a wanted number with a
+    decimal point may be written otherwise, and one with a fraction may differ by 1e-6, or if it is below 1 by a
+    millionth of it. With `fn_name`, as in APPS and LiveCodeBench, that function, or method of the class `Solution`, is
+    called with JSON, an argument in each line or a list of all. A program that does not compile, raises or exceeds a
+    limit fails.
 
     A cheating program can find Python tests in its own process; it never sees the outputs of JSON tests.
 
@@ -282,16 +284,29 @@ def _cases(tests: str) -> Sequence[str | _Streams | _Call]:
 
 
 def _checking(texts: list[str]) -> list[str]:
-    """Return tests in Python. Raises ValueError: they are none, or what they define is never called."""
+    """Return tests in Python, which call the functions `test_…` of tests for pytest. Raises ValueError: they are none,
+    or what they define is never called."""
     try:
+        texts = [*map(_calling, texts)]
         whole = ast.parse("\n".join(texts))
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"the tests are neither JSON nor Python ({error}): {texts[0][:100]!r}") from None
     if not _checks(whole):
         name = next((part.name for part in whole.body if isinstance(part, ast.FunctionDef)), "")
         why = f"define `{name}` and never call it" if name else "assert and call nothing"
         raise ValueError(f"the tests {why}, so that whatever runs would pass: {texts[0][:100]!r}")
     return texts
+
+
+def _calling(text: str) -> str:
+    """Return a test that calls what it defines for pytest, if it calls nothing itself."""
+    whole = ast.parse(text)
+    tests = [part for part in whole.body if isinstance(part, ast.FunctionDef) and part.name.startswith("test")]
+    if _checks(whole):
+        return text
+    if odd := next((part.name for part in tests if ast.unparse(part.args) or part.decorator_list), ""):
+        raise ValueError(f"the test `{odd}` takes arguments, or has a decorator, which pytest alone would give it")
+    return "\n".join([text, *(f"{part.name}()" for part in tests)])
 
 
 def _checks(part: ast.AST) -> bool:

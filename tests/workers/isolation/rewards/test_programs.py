@@ -160,6 +160,14 @@ def test_keys_that_json_has_made_texts_are_numbers_again():
     assert code("def f(values): return {values[key]: key for key in (1,)}", json.dumps(tests)) == 1.0
 
 
+@pytest.mark.parametrize(("program", "right"), [(RIGHT, 1.0), (WRONG, 0.0), ("def test_add(): pass\n" + WRONG, 0.0)])
+def test_functions_for_pytest_are_called(program, right):
+    """As KodCode has its tests."""
+    tests = "from solution import add\n\ndef test_add():\n    assert add(0, 0) == 0\n\ndef test_more():\n    " \
+            "assert add(1, 2) == 3"
+    assert code(f"```python\n{program}```", tests) == right
+
+
 def test_a_program_may_print_as_much_as_is_wanted():
     numbers = [*range(50_000)]
     tests = json.dumps([{"input": "", "output": "\n".join(map(str, numbers))}])
@@ -172,11 +180,11 @@ def test_a_program_may_print_as_much_as_is_wanted():
     '[{"input": "1", "output": "1", "type": "function_call"}]',
     '[{"input": "1", "output": "1"}, {"input": "1", "output": "1", "fn_name": "add"}]',
     '[{"input": "one two", "output": "1", "fn_name": "add"}]', "eJxrYJmqz8gAAAtE", "gASVEQAAAAAAAABdlC4=",
-    "def check(candidate):\n    assert candidate(1, 2) == 3",
-    "from solution import add\ndef test_add():\n    assert add(1, 2)"])
+    "def check(candidate):\n    assert candidate(1, 2) == 3", "class Test:\n    def test(self): assert add(1, 2) == 3",
+    "def test_add(sums):\n    assert add(1, 2) == 3", "@mark\ndef test_add():\n    assert add(1, 2) == 3"])
 def test_tests_of_another_form_are_no_reason_for_a_zero(tests):
     with pytest.raises(ValueError, match="tests in JSON must be a list|there are no tests|so that whatever runs would "
-                                         "pass|neither JSON nor Python|is not JSON in each line"):
+                                         "pass|neither JSON nor Python|is not JSON in each line|pytest alone"):
         code(ADD, tests)
 
 
