@@ -520,6 +520,19 @@ def work(context):
 """
 
 
+def two_supervisors(start, folder: Path, body: str, says: str | None = None) -> list[list[int]]:
+    """Run two supervisors to their end, and return the attempts of each. `says`: all that they write."""
+    from stores import hosted  # most tests here need no torch
+
+    store = hosted()
+    supervisors = [start(TWO.format(port=store.port, body=body), RANK_OF_SUPERVISOR=str(rank)) for rank in range(2)]
+    said = [supervisor.communicate(timeout=120)[1] for supervisor in supervisors]
+    assert [supervisor.returncode for supervisor in supervisors] == [0, 0], said
+    assert says is None or said == [says] * 2
+    return [[event["attempt"] for event in events_of(folder, "worker_started") if event["rank"] == rank]
+            for rank in range(2)]
+
+
 @pytest.mark.parametrize(("body", "restarts"), [
     # one is done, the other dies then: both do it again
     ("""if RunStore.rank == 1 and not context.attempt.number:
@@ -543,15 +556,7 @@ def work(context):
         raise ValueError('the cause')""", 2),
 ], ids=["done and dead", "both", "symptom"])
 def test_two_supervisors_have_the_same_attempts(start, tmp_path, body, restarts):
-    from stores import hosted  # most tests here need no torch
-
-    store = hosted()
-    supervisors = [start(TWO.format(port=store.port, body=body), RANK_OF_SUPERVISOR=str(rank)) for rank in range(2)]
-    said = [supervisor.communicate(timeout=120)[1] for supervisor in supervisors]
-    assert [supervisor.returncode for supervisor in supervisors] == [0, 0], said
-    for rank in range(2):
-        numbers = [event["attempt"] for event in events_of(tmp_path, "worker_started") if event["rank"] == rank]
-        assert numbers == list(range(restarts))
+    assert two_supervisors(start, tmp_path, body) == [[*range(restarts)]] * 2
     verdicts = events_of(tmp_path, "failure")
     assert [event["attempt"] + 1 for event in verdicts] == list(range(1, restarts)), "one supervisor speaks for all"
     if "the cause" in body:
@@ -561,26 +566,15 @@ def test_two_supervisors_have_the_same_attempts(start, tmp_path, body, restarts)
 
 def test_supervisors_whose_workers_reload_begin_the_next_attempt_together(start, tmp_path):
     """One of them a moment later, when the other has begun already; nothing has failed."""
-    from stores import hosted  # most tests here need no torch
-
-    store = hosted()
     body = "if context.attempt.number < 3:\n        time.sleep(0.5 * (RunStore.rank == context.attempt.number % 2))\n" \
            "        return False"
-    supervisors = [start(TWO.format(port=store.port, body=body), RANK_OF_SUPERVISOR=str(rank)) for rank in range(2)]
-    said = [supervisor.communicate(timeout=120)[1] for supervisor in supervisors]
-    assert [(supervisor.returncode, words) for supervisor, words in zip(supervisors, said)] == [(0, ""), (0, "")]
+    assert two_supervisors(start, tmp_path, body, "") == [[0, 1, 2, 3]] * 2
     assert events_of(tmp_path, "failure") == []
-    for rank in range(2):
-        numbers = [event["attempt"] for event in events_of(tmp_path, "worker_started") if event["rank"] == rank]
-        assert numbers == [0, 1, 2, 3]
 
 
 def test_a_supervisor_that_rests_is_not_missed_by_the_other(start, tmp_path):
     """Its worker ends, and the other one's, which notices that, has not failed: both begin another attempt, once it is
     scaled up again."""
-    from stores import hosted  # most tests here need no torch
-
-    store = hosted()
     body = """if context.attempt.number == 0 and RunStore.rank == 0:
         write('pid', os.getpid())
         signal.pause()
@@ -592,13 +586,9 @@ def test_a_supervisor_that_rests_is_not_missed_by_the_other(start, tmp_path):
 def should_run():
     return RunStore.rank == 1 or not (folder / 'pid').exists() or (folder / '1 in 1').exists()
 """
-    supervisors = [start(TWO.format(port=store.port, body=body), RANK_OF_SUPERVISOR=str(rank)) for rank in range(2)]
-    said = [supervisor.communicate(timeout=120)[1] for supervisor in supervisors]
-    assert [supervisor.returncode for supervisor in supervisors] == [0, 0], said
+    assert two_supervisors(start, tmp_path, body) == [[0, 1]] * 2
     assert events_of(tmp_path, "failure") == []
     assert [event["rank"] for event in events_of(tmp_path, "worker_scaled_down")] == [0]
-    for rank in range(2):
-        assert [event["attempt"] for event in events_of(tmp_path, "worker_started") if event["rank"] == rank] == [0, 1]
 
 
 @pytest.mark.parametrize(("renews", "code"), [("None", 1), ("lambda: write('renewed') or {}", 0)])

@@ -131,12 +131,13 @@ def test_what_is_no_spike(values):
     assert [each for each in faults_of(trained(values)) if each.detector == "loss_spike"] == []
 
 
-def test_a_part_that_rises_while_another_falls_is_hacked():
-    steps = [line | {"reward/form": 0.2 + 0.02 * step, "reward/math": 0.6 - 0.012 * step}
+@pytest.mark.parametrize(("rises", "falls", "said"), [
+    ("reward/form", "reward/math", ("`form`", "`math`")), ("reward/mean", "response/has_answer", ("right answers",))])
+def test_a_reward_that_rises_while_another_or_right_answers_fall_is_hacked(rises, falls, said):
+    steps = [line | {rises: 0.3 + 0.02 * step, falls: 0.6 - 0.012 * step}
              for step, line in enumerate(steps_of(40, first=1000))]
     fault = next(fault for fault in faults_of(steps) if fault.detector == "reward_hacking")
-    assert "`form`" in fault.evidence.what
-    assert "`math`" in fault.evidence.what
+    assert all(each in fault.evidence.what for each in said)
 
 
 def test_held_out_answers_that_become_worse_while_training_earns_more():
@@ -380,13 +381,6 @@ def test_an_optimizer_that_forgets_is_named_at_once():
     assert faults_of(steps) == []
     steps[11]["gradient/remembered"] = 1.0
     assert [(fault.detector, fault.step) for fault in faults_of(steps)] == [("optimizer_forgets", 12)]
-
-
-def test_a_reward_that_rises_while_right_answers_fall_is_hacked():
-    steps = [line | {"reward/mean": 0.3 + 0.02 * step, "response/has_answer": 0.6 - 0.012 * step}
-             for step, line in enumerate(steps_of(40, first=1000))]
-    fault = next(fault for fault in faults_of(steps) if fault.detector == "reward_hacking")
-    assert "right answers" in fault.evidence.what
 
 
 def test_a_part_that_fines_everything_is_named_with_its_setting():
