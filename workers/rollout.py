@@ -39,7 +39,7 @@ from distflow.dock import DockClient, DockError, LeaseLost
 from distflow.dock.consumers import RESULT, VALIDATION
 from distflow.dock.index import Lease
 from distflow.errors import DistflowError
-from distflow.plan import KEEP, ROLLOUT, Layout, Plan, RowLineage, Task
+from distflow.plan import KEEP, ROLLOUT, Plan, RowLineage, Task
 from distflow.rpc.errors import RpcError
 from distflow.store.interface import StoreUnavailable, poll_interval
 from distflow.telemetry import events, heartbeat, timeline
@@ -217,8 +217,6 @@ class RolloutContext:
         self.seconds: dict[int, defaultdict[str, float]] = {}  # of nodes that do not sample, by step
         self.awaited: dict[tuple[str, int], tuple[str, int]] = {}  # by lease: role and version that it waits for
         self.part: Lease | None = None  # of a validation, while it is answered
-        self.validator = functools.cache(  # of one of so many parts
-            lambda parts, part: Validator(self.spec, roles[self.validated or ""], Layout(parts), part))
         self.all_put = threading.Event()  # all sampled prompts are in the dock
 
     def run(self, engines: Mapping[str, SharedEngine], lease_prompts: Callable[[], None],
@@ -310,6 +308,10 @@ class RolloutContext:
             self.awaited[VALIDATION, part.number] = self.validated, int(part.versions[0])
             self.pool.submit(self._answer, part, self.engines[self.validated]).add_done_callback(self._notice)
 
+    @functools.cached_property
+    def validators(self) -> Callable[[int, int], Validator]:
+        return Validator.of_parts(self.spec, self.roles[self.validated or ""])
+
     def _answer(self, part: Lease, engine: SharedEngine) -> None:
         """Answer a part by weights that stay the same, and put the report into the dock. Give it up once nobody waits
         for it any more: the trainer may have restarted from a step before, and only it had these weights."""
@@ -320,7 +322,7 @@ class RolloutContext:
             while (request := self.channel.validations().get(number)) and not engine.wait(version, look):
                 pass
             self.awaited.pop((VALIDATION, part.number))
-            validator = self.validator(request.parts, index) if request else None
+            validator = self.validators(request.parts, index) if request else None
             samples = validator.sample() if validator else {}
             engine.hold(None)
             if validator:

@@ -7,10 +7,12 @@ result of all. Weights never change within a part; a result says if they were ne
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +68,14 @@ class Validator:
     """One part of a run's validation sets. Its questions are encoded once. The randomness of an answer depends on the
     seed and on its row alone."""
 
-    def __init__(self, spec: Spec, role: RoleEngines, layout: Layout, part: int | None = None):
+    def __init__(self, spec: Spec, role: RoleEngines, layout: Layout, part: int | None = None,
+                 scorer: Scorer | None = None):
         """`layout`: of the engine that samples; ranks that split a model answer the same questions. `part`: which of
-        its parts this one is, beside other threads; None: that of this rank."""
+        its parts this one is; None: that of this rank."""
         settings = spec.run.validation
         assert settings is not None, "a run without validation has no validator"
         self.role, self.settings = role, settings
-        self.scorer = Scorer(settings.reward, own_pool=part is not None)
+        self.scorer = scorer or Scorer(settings.reward)
         self.leads = part is not None or layout.leads(dist.get_rank())
         self.shown = spec.run.shown_samples
         part = layout.share(dist.get_rank()) if part is None else part
@@ -87,6 +90,14 @@ class Validator:
         others = [] if layout.rows else [plan.source]  # ranks without a model answer nothing
         rows = next((each.rows for each in [*ours, *others] if each.dp == layout.dp), layout.rows)
         return cls(spec, roles[name], replace(layout, rows=rows))
+
+    @classmethod
+    def of_parts(cls, spec: Spec, role: RoleEngines) -> Callable[[int, int], Validator]:
+        """Return what gives the validator of one of so many parts. All have one pool of rewards, beside other threads.
+        """
+        assert spec.run.validation is not None, "a run without validation has no validator"
+        scorer = functools.cache(partial(Scorer, spec.run.validation.reward, own_pool=True))
+        return functools.cache(lambda parts, part: cls(spec, role, Layout(parts), part, scorer()))
 
     def run(self, step: int) -> ValidationResult:
         """Validate the weights as they are after `step` steps. Collective over the ranks that train."""

@@ -112,7 +112,10 @@ def test_an_answer_names_its_record_whatever_the_number_of_ranks(spec, mesh, mon
 def test_parts_of_a_validation_have_the_result_of_the_whole(spec, mesh):
     """And its first answers, whichever parts they are in."""
     whole = Validator(spec, Echo(), Layout(1)).run(0)
-    parts = [Validator(spec, Echo(), Layout(2), part) for part in range(2)]
+    validators = Validator.of_parts(spec, Echo())
+    parts = [validators(2, part) for part in range(2)]
+    assert parts[0].scorer is parts[1].scorer, "each has processes of its own"
+    assert validators(2, 0) is parts[0], "whose questions are encoded"
     result = result_of(0, [part.report(part.sample()) for part in parts], spec.run.shown_samples)
     assert result.values == pytest.approx(whole.values)
     assert result.answers == whole.answers

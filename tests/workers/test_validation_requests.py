@@ -88,7 +88,7 @@ class Rollout:
         loop.channel, loop.engines, loop.validated, loop.who = channel, {"actor": self.engine}, "actor", "rollout 1"
         loop.leases, loop.awaited, loop.part, loop.poll, loop.pool = {}, {}, None, 0.2, pool
         loop.doing, loop.activity, loop._notice = "sampling", "", self.jobs.append
-        loop.validator = lambda parts, part: SimpleNamespace(
+        loop.validators = lambda parts, part: SimpleNamespace(
             sample=self._sample, report=lambda version, asked: report_of(0.5, version - asked))
 
     def pull(self, version: int) -> None:
