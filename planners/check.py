@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from distflow.config.dag import COMPUTE_ROLES, Node
+from distflow.config.groups import Groups
 from distflow.config.models import base_of, untested
 from distflow.config.robust import Fault
 from distflow.config.run import RoleRun, Run
@@ -354,8 +355,8 @@ def _wrong(spec: Spec, fault: Fault, groups: Mapping[str, range]) -> Iterator[tu
         yield "step", f"there is no step {fault.step} in a run of {spec.run.steps}", ""
 
 
-_GROUP_KEYS = ("groups", "staleness", "on_stale", "transport")
-"""Keys of the run file for ranks that sample while others train."""
+_OF_SAMPLERS = ("staleness", "on_stale", "transport")
+"""Keys of the run file for ranks that sample while others train, beside `groups.rollout`."""
 
 
 def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns],
@@ -368,9 +369,10 @@ def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumn
               for node, column, setting in _idle(spec, bound, flows)
               if all(other == node for other, flow in flows.items() for read in flow.reads if read.name == column)]
     notes += untested(spec)
+    idle = {"groups.rollout": spec.run.groups.rollout != Groups().rollout} | {
+        key: getattr(spec.run, key) != Run.model_fields[key].default for key in _OF_SAMPLERS}
     notes += [f"`{key}` changes nothing in mode sync, where all ranks sample and then train. Set  mode: async"
-              for key in _GROUP_KEYS
-              if not spec.run.has_samplers and getattr(spec.run, key) != Run.model_fields[key].default]
+              for key, given in idle.items() if given and not spec.run.has_samplers]
     if spec.run.trainer_samples_alone and spec.run.transport != "auto":
         notes.append("`transport` changes nothing with  groups: {rollout: 0} : no weights are published")
     notes += [f"role `{role}` computes with the model of `{base_of(spec, role)}`, without its adapters, and with that "

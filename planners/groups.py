@@ -23,7 +23,7 @@ from distflow.errors import Diagnostic
 from distflow.plan import KEEP, REWARD_PARTS, ROLLOUT, SOURCE, TRAINER, Group, Layout, Plan, Task, Transfer
 from planners.check import refusal
 from planners.columns import SHOWN, NodeColumns
-from planners.inference import check_colocated_roles, check_on_rollouts, check_sync, inference_groups, why_not
+from planners.inference import check_colocated_roles, check_on_rollouts, inference_groups, ranks_in_chain, why_not
 from planners.placement import RankGroup
 from planners.resampling import draws_of
 from planners.transfers import row_bytes
@@ -65,16 +65,16 @@ class GroupCut:
 def assign_ranks(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],
                  ranks: int) -> tuple[GroupCut, list[Diagnostic]]:
     """Return the groups of a run with their nodes and ranks, in every mode: first the trainer; where there are samplers
-    these; then the frozen roles that have ranks of their own."""
+    these, and then frozen roles with ranks of their own. Without samplers such roles have some of the trainer's."""
     begins = {node: asked.first for node, asked in spec.run.layouts.items() if asked.first}
     if not spec.run.has_samplers:
-        return GroupCut(tuple(chain), (RankGroup(TRAINER, frozenset(chain), 0, ranks, begins=begins),)), \
-            check_sync(spec, ranks)
+        own, mistakes = ranks_in_chain(spec, bound, chain, flows, ranks)
+        return GroupCut(tuple(chain), (RankGroup(TRAINER, frozenset(chain), 0, ranks, begins=begins | own),)), mistakes
     sampling = [node for node in chain if node in bound and bound[node].samples]
     nodes, mistakes = _of_rollout(spec, bound, chain, flows, sampling)
     training, model, found = _sizes(spec, sampling, ranks)
     found += check_on_rollouts(spec, bound, chain, flows, model.width)
-    found += check_colocated_roles(spec, bound, chain, flows)
+    found += check_colocated_roles(spec, bound, chain)
     first = ranks - sum(spec.run.groups.inference_ranks.values())
     inference, unfit = inference_groups(spec, bound, chain, flows, nodes, first)
     replicas = max((first - training) // model.width, 0 if spec.run.trainer_samples_alone else 1)

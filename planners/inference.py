@@ -1,14 +1,15 @@
 """Moves frozen roles from the trainer to ranks of their own, or to the rollout ranks (`groups.inference`).
 
-    {ROLE: N}          N ranks that only infer: `inference_groups` makes them a group with replicas of the model
+    {ROLE: N}          N ranks that only infer: `inference_groups` makes them a group with replicas of the model; where
+                       there are no samplers, `ranks_in_chain` gives it the last ones of the trainer
     {ROLE: OTHER}      the ranks that another role has so: `check_colocated_roles` checks
     {ROLE: rollout}    the ranks that sample, each with the whole model, or the first of those that share a rollout's:
                        `check_on_rollouts` checks, `groups.py` cuts
 
-All nodes of such a role must look at each row by itself. A group of its own reads columns that cross the dock, and
-waits for groups before it alone, row by row: the rollouts, and groups whose columns it reads. The groups have an order
-in which none waits for a later one, or are refused; the trainer, which waits for all of them, is the last. Rows that a
-filter ahead of its nodes has dropped it does not compute.
+Beside samplers all nodes of such a role must look at each row by itself. A group of its own reads columns that cross
+the dock, and waits for groups before it alone, row by row: the rollouts, and groups whose columns it reads. The groups
+have an order in which none waits for a later one, or are refused; the trainer, which waits for all of them, is the
+last. Rows that a filter ahead of its nodes has dropped it does not compute.
 """
 
 from __future__ import annotations
@@ -59,14 +60,34 @@ def inference_groups(spec: Spec, bound: Mapping[str, Contract], chain: list[str]
     return found, mistakes
 
 
-def check_colocated_roles(spec: Spec, bound: Mapping[str, Contract], chain: list[str],
-                 flows: Mapping[str, NodeColumns]) -> list[Diagnostic]:
+def ranks_in_chain(spec: Spec, bound: Mapping[str, Contract], chain: list[str], flows: Mapping[str, NodeColumns],
+                   ranks: int) -> tuple[dict[str, int], list[Diagnostic]]:
+    """Return the first of the ranks that `groups.inference` gives to roles where there are no samplers, by node: the
+    last ranks, as beside samplers, which run the chain with all others."""
+    groups, begins, mistakes = spec.run.groups, dict[str, int](), _check_hosts(spec)
+    first = least = ranks - sum(groups.inference_ranks.values())
+    for host, count in groups.inference_ranks.items():
+        here = _nodes_of(spec, bound, chain, groups.roles_on_ranks_of(host))
+        mistakes += [mistake for role, nodes in here.items() for mistake in _check_role(spec, role, nodes, flows)]
+        begins |= {node: first for nodes in here.values() for node in nodes}
+        first += count
+    said = {node: asked.first for node, asked in spec.run.layouts.items() if asked.first}
+    for node in (node for node in said if begins and (node in begins or said[node] >= least)):
+        where = spec.run_source.location(("layouts", node, "first"))
+        mistakes.append(Diagnostic(f"`groups.inference` gives ranks {least} to {ranks - 1} to roles of their own, and "
+                                   f"`layouts` has node `{node}` begin at {said[node]}", where,
+                                   "Leave `first` out of it, or its role out of  groups.inference"))
+    if least < 1:
+        mistakes.append(Diagnostic(f"`groups.inference` wants {ranks - least} ranks beside those of all other roles, "
+                                   f"and there {'is' if ranks == 1 else 'are'} {ranks}",
+                                   spec.run_source.location(("groups", "inference"), key=True),
+                                   f"Start {ranks - least + 1} ranks or more (--ranks {ranks - least + 1})"))
+    return {} if mistakes else begins, mistakes
+
+
+def check_colocated_roles(spec: Spec, bound: Mapping[str, Contract], chain: list[str]) -> list[Diagnostic]:
     """Check the roles that are to be on the ranks which another role has of its own."""
-    groups, mistakes = spec.run.groups, []
-    for role, host in groups.colocated_with.items():
-        if host not in groups.inference_ranks:
-            mistakes.append(Diagnostic(f"role `{role}` is to be on the ranks of `{host}`, which has none of its own",
-                                       role_location(spec, role), _host_hint(spec, role, host)))
+    groups, mistakes = spec.run.groups, _check_hosts(spec)
     for host in groups.inference_ranks:
         here = _nodes_of(spec, bound, chain, groups.roles_on_ranks_of(host))
         first, *others = [node for nodes in here.values() for node in nodes if node in spec.run.layouts] or [""]
@@ -76,6 +97,12 @@ def check_colocated_roles(spec: Spec, bound: Mapping[str, Contract], chain: list
                                        spec.run_source.location(("layouts", odd)),
                                        f"Leave `{odd}` out of `layouts`: it is laid out as `{first}` then."))
     return mistakes
+
+
+def _check_hosts(spec: Spec) -> list[Diagnostic]:
+    return [Diagnostic(f"role `{role}` is to be on the ranks of `{host}`, which has none of its own",
+                       role_location(spec, role), _host_hint(spec, role, host))
+            for role, host in spec.run.groups.colocated_with.items() if host not in spec.run.groups.inference_ranks]
 
 
 def _host_hint(spec: Spec, role: str, host: str) -> str:
@@ -143,13 +170,15 @@ def _check_role(spec: Spec, role: str, nodes: list[str], flows: Mapping[str, Nod
                          f"Instead:  layouts: {{{nodes[0]}: {{first: N}}}}  , where N is the first of its ranks")
     elif spec.dag.roles[role].follow:
         yield refusal(spec, role, f"it follows `{spec.dag.roles[role].copy_of}`, whose weights these have")
+    elif base := base_of(spec, role):
+        yield refusal(spec, role, f"it computes with the model under the adapters of `{base}`, which the ranks that "
+                      "train have anyway")
+    elif not spec.run.has_samplers:
+        return
     elif not any(column.producer in nodes for flow in flows.values() for column in flow.reads):
         yield refusal(spec, role, "nothing reads what its nodes write")
     elif spec.run.data.images and spec.model_of(role) != spec.model_of(prompted_role(spec, spec.dag.nodes.values())):
         yield refusal(spec, role, "prompts have images, and its model is another than the one that reads them first")
-    elif base := base_of(spec, role):
-        yield refusal(spec, role, f"it computes with the model under the adapters of `{base}`, which the ranks that "
-                      "train have anyway")
 
 
 def why_not(spec: Spec, bound: Mapping[str, Contract], chain: list[str], flows: Mapping[str, NodeColumns], node: str,
@@ -221,15 +250,3 @@ def _replica(spec: Spec, role: str, nodes: list[str]) -> tuple[int, list[Diagnos
         mistakes.append(Diagnostic(what, role_location(spec, role), f"Instead:  groups: {{inference: {{{role}: "
                                    f"{max(ranks // width, 1) * width}}}}}"))
     return width, mistakes
-
-
-def check_sync(spec: Spec, ranks: int) -> list[Diagnostic]:
-    """Refuse ranks that only infer in mode sync, where `layouts` gives a role ranks of its own."""
-    apart = spec.run.groups.inference_ranks
-    nodes = [name for name, node in spec.dag.nodes.items() if node.role in apart and node.type in ENGINE_TYPES]
-    if not apart:
-        return []
-    first = max(ranks - sum(apart.values()), 1)
-    return [Diagnostic("`groups.inference` gives roles ranks next to those that sample while others train, which mode "
-                       "sync does not have", spec.run_source.location(("groups", "inference"), key=True),
-                       f"Instead:  layouts: {{{nodes[0] if nodes else 'NODE'}: {{first: {first}}}}}")]

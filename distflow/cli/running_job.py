@@ -200,8 +200,9 @@ def _change_settings(folder: Path, texts: list[str]) -> int:
     paths = {text: tuple(part.strip() for part in text.partition("=")[0].split(".")) for text in texts}
     _require_own_settings(before, paths)
     groups = after.run.groups
-    on_rollouts = {name for role in groups.on_rollouts for name in after.lineage(role)}
-    affected = {text: groups_of(path, after.run.mode, bool(groups.inference_ranks), on_rollouts)
+    on_rollouts = {name for role in groups.on_rollouts for name in after.lineage(role) if after.run.has_samplers}
+    infers = after.run.has_samplers and bool(groups.inference_ranks)
+    affected = {text: groups_of(path, after.run.mode, infers, on_rollouts)
                 for text, path in paths.items()}
     if refused := [refusal(paths[text], text) for text, groups in affected.items() if not groups]:
         raise InvalidInput(refused)

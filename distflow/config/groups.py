@@ -20,15 +20,14 @@ InferenceRanks = Annotated[PositiveInt | str, BeforeValidator(_ranks_or_place)]
 
 
 class Groups(Document):
-    """Division of the ranks where training and sampling do not share them."""
+    """Division of the ranks: in mode sync only `inference` counts."""
 
     rollout: float = 0.5
     """Ranks that only sample, or their share of those that `inference` leaves. The others train. 0 in mode semi_sync:
     all ranks train and sample in turns (partial rollouts; one rank is enough)."""
     inference: dict[str, InferenceRanks] = {}
     """Ranks that compute with frozen models, by role: of their own ({reference: 1}), those of another role ({reward:
-    reference}), or in mode async the sampling ranks ({reference: rollout}). In mode sync, and for trained roles:
-    `first` in `layouts`."""
+    reference}), or in mode async the sampling ranks ({reference: rollout}). For trained roles: `first` in `layouts`."""
 
     @property
     def inference_ranks(self) -> dict[str, int]:

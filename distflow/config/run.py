@@ -415,7 +415,7 @@ class Run(Document):
     """sync: all ranks sample, then all train. async: some sample while the others train. semi_sync: as async, but
     training ranks sample, too, until half of a step's prompts have samples."""
     groups: Groups = Groups()
-    """Division of the ranks. In mode sync it changes nothing."""
+    """Division of the ranks."""
     staleness: NonNegativeInt = 1
     """Highest age of the weights that sampled a token, in steps before those that train on it (async)."""
     on_stale: Literal["wait", "drop", "keep"] = "wait"

@@ -255,11 +255,30 @@ def test_a_role_whose_engine_cannot_be_split_as_another_is_not_on_its_ranks(dag_
         planned(dag, 4, BESIDE, "layouts.judged.pp=2", "roles.judge.engine=megatron")
 
 
-def test_layouts_give_ranks_of_their_own_in_mode_sync():
-    with pytest.raises(InvalidInput) as error:
-        planned("ppo.yaml", 4, "mode=sync", "groups.inference={reference: 1}")
-    assert "layouts: {reference: {first: 3}}" in str(error.value)
-    planned("ppo.yaml", 4, "mode=sync", "layouts={reference: {first: 3}}")
+def test_ranks_of_a_frozen_role_are_the_last_of_the_trainer_where_there_are_no_samplers(dag_of):
+    _, made = planned("ppo.yaml", 4, "mode=sync", ALONE)
+    _, same = planned("ppo.yaml", 4, "mode=sync", "layouts={reference: {first: 3}}")
+    assert (made.tasks, made.models, made.notes) == (same.tasks, same.models, same.notes)
+    assert made.task("reference").layout == Layout(1, 3)
+    compares = dag_of({"judged": seen("judge", function="mixed")}, ["judge"])
+    _, made = planned(compares, 6, "mode=sync", "groups.inference={reference: 1, judge: 2}")
+    assert [made.task(node).layout for node in ("update", "reference", "judged")] == [
+        Layout(3), Layout(1, 3), Layout(2, 4)]
+    _, made = planned(compares, 6, "mode=sync", "groups.inference={reference: judge, judge: 2}")
+    assert made.task("reference").layout == made.task("judged").layout == Layout(2, 4)
+
+
+@pytest.mark.parametrize(("ranks", "overrides", "said"), [
+    (1, (), "Start 2 ranks or more"),
+    (4, ("layouts={reference: {first: 1}}",), "gives ranks 3 to 3 to roles of their own, and `layouts` has node "
+                                              "`reference` begin at 1"),
+    (4, ("layouts={critic: {first: 3}}",), "has node `critic` begin at 3"),
+    (4, ("groups.inference={critic: 1}",), "it is trained"),
+    (4, ("groups.inference={reference: judge}",), "which has none of its own"),
+    (4, ("groups.inference={judge: 1}",), "which is not a role with a model in DAG `ppo`")])
+def test_ranks_that_a_frozen_role_cannot_have_without_samplers_are_refused(ranks, overrides, said):
+    with refused(said):
+        planned("ppo.yaml", ranks, "mode=sync", ALONE, *overrides)
 
 
 @pytest.mark.parametrize(("groups", "says", "remedy"), [
