@@ -83,14 +83,10 @@ class QueueClient:
         """Return the fields that are selected, or those that all keys have. Tensors with dimensions are jagged."""
         from tensordict import NonTensorStack, TensorDict
 
-        keys, found, together = _listed(keys), dict[str, Any](), dict[tuple[int, ...], list[str]]()
+        keys = _listed(keys)
         with self.lock:
-            fields = self._ask(op="get", partition=partition_id, keys=keys,
-                               select=None if select_fields is None else _listed(select_fields))["fields"]
-            for column, rows in fields.values():
-                together.setdefault(tuple(rows), []).append(column)
-            for rows, names in together.items():  # those that were put at once
-                found |= self._fetch(torch.tensor(rows), names).columns
+            fields, found = self._fields(partition=partition_id, keys=keys,
+                                         select=None if select_fields is None else _listed(select_fields))
         result = TensorDict({}, batch_size=[len(keys)])
         for name, (column, _) in fields.items():
             values = found[column]
@@ -113,6 +109,21 @@ class QueueClient:
         """Remove keys, if they are there."""
         with self.lock:
             self._ask(op="clear", partition=partition_id, keys=_listed(keys))
+
+    def _fields(self, **request: Any) -> tuple[dict[str, tuple[str, list[int]]], dict[str, Any]]:
+        """Return where fields of keys are, and the columns; where they are by then, if some have been replaced."""
+        fields = self._ask(op="get", **request)["fields"]
+        while True:
+            together: dict[tuple[int, ...], list[str]] = {}  # fields that were put at once
+            for column, rows in fields.values():
+                together.setdefault(tuple(rows), []).append(column)
+            try:
+                return fields, {name: column for rows, names in together.items()
+                                for name, column in self._fetch(torch.tensor(rows), names).columns.items()}
+            except ColumnError:
+                before, fields = fields, self._ask(op="get", **request)["fields"]
+                if fields == before:
+                    raise
 
     def _fetch(self, rows: Tensor, names: list[str]) -> Batch:
         try:

@@ -101,6 +101,27 @@ def test_keys_with_tensors_of_several_types_are_joined_as_by_torch(partition):
         tq.kv_batch_get(["half", "flat"], partition)
 
 
+@pytest.mark.parametrize("cleared", [False, True])
+def test_a_field_that_is_replaced_while_it_is_fetched_is_fetched_again(address, partition, cleared):
+    tq.kv_put("k", partition, {"n": torch.tensor(1)})
+    reader, values = tq.QueueClient(address), iter([2])
+    fetch = reader.dock.fetch
+
+    def fetch_late(*given):
+        for value in values:
+            tq.kv_clear("k", partition) if cleared else tq.kv_put("k", partition, {"n": torch.tensor(value)})
+        return fetch(*given)
+
+    reader.dock.fetch = fetch_late
+    if cleared:
+        with pytest.raises(ValueError, match="not found"):
+            reader.kv_batch_get("k", partition)
+    else:
+        assert reader.kv_batch_get("k", partition)["n"].tolist() == [2]
+    reader.dock.close()
+    reader.connection.close()
+
+
 def test_partitions_hold_keys_of_the_same_name_apart(partition):
     other = f"{partition} too"
     for name, number in ((partition, 1), (other, 2)):
