@@ -11,11 +11,14 @@ Choices, each of them the cheaper one for TransferQueue where it matters:
 - Its rows are cleared between two rounds, untimed. The dock's clients commit what they got, and that is timed.
 - Its tensors are jagged nested ones, which it carries as one buffer each; keys are made before the time begins.
 Ids and lengths are verified at the far end, on both sides and in the time.
+
+A third side makes TransferQueue's own calls to the dock (`distflow.dock.transfer_queue`), as its clients do.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import secrets
 import sys
 import time
@@ -31,7 +34,7 @@ from benchmarks.peer_environment import peer_python
 from benchmarks.ratio import Spread, conclude, interleaved, least, options, parsed, ratios
 from distflow.data.batch import Batch, Ragged
 from distflow.data.row_copies import COPIES
-from distflow.dock import Consumer, DockClient
+from distflow.dock import Consumer, DockClient, transfer_queue
 from distflow.dock.process import start
 
 GOAL, CLIENTS = 2.0, (1, 2, 4, 8)
@@ -75,17 +78,47 @@ def client(line: Connection, addresses: list[tuple[str, int]], token: bytes, num
             line.send(time.perf_counter())
 
 
-class Driver:
-    """The dock's side: two storage shards and the clients, as processes."""
+def key_client(line: Connection, address: str, number: int) -> None:
+    """Run one client of the key-value interface: rounds until there are no more."""
+    torch.set_num_threads(1)
+    os.environ[transfer_queue.ADDRESS] = address
+    partition = f"client {number}"
+    transfer_queue.init()
+    line.send("ready")
+    while (job := line.recv()) is not None:
+        first, cycles, rows, mean = job
+        parts = [batch_of(torch.arange(first + cycle * rows, first + (cycle + 1) * rows), mean).to_tensordict()
+                 for cycle in range(cycles)]
+        keys = [[str(row) for row in part["ids"].tolist()] for part in parts]
+        line.send("made")
+        line.recv()
+        for names, part in zip(keys, parts):
+            transfer_queue.kv_batch_put(names, partition, part)
+            there = transfer_queue.kv_list(partition)[partition]
+            got = transfer_queue.kv_batch_get(names, partition)
+            if not (torch.equal(got["ids"], part["ids"]) and there.keys() >= {*names} and
+                    torch.equal(got["tokens"].offsets().diff(), lengths_of(part["ids"], mean))):
+                raise SystemExit(f"client {number} got other rows than it put")
+        line.send(time.perf_counter())
+        transfer_queue.kv_clear(sum(keys, []), partition)
 
-    def __init__(self) -> None:
-        self.token = secrets.token_bytes(32)
-        self.children = [start(self.token) for _ in range(2)]
-        self.addresses = [child.address for child in self.children]
-        with DockClient(self.addresses, self.token, "driver", timeout=_WAIT) as dock:
-            dock.configure((Consumer("update", _COLUMNS),))
+
+class Driver:
+    """The dock's side: two storage shards and the clients, as processes. `keys`: with those of the key-value interface.
+    """
+
+    def __init__(self, keys: bool) -> None:
+        self.token, self.children = secrets.token_bytes(32), []
+        self.run: tuple[Any, ...] = (key_client, transfer_queue.init()) if keys else self._dock()
         self.clients: list[tuple[Any, Connection]] = []
         self.next = 0
+
+    def _dock(self) -> tuple[Any, ...]:
+        self.children = [start(self.token) for _ in range(2)]
+        addresses = [child.address for child in self.children]
+        with DockClient(addresses, self.token, "driver", timeout=_WAIT) as dock:
+            dock.configure((Consumer("update", _COLUMNS),))
+        return client, addresses, self.token
 
     def round(self, clients: int, cycles: int, rows: int, mean: int) -> float:
         """Return the seconds for every client's `cycles`."""
@@ -108,11 +141,13 @@ class Driver:
             process.join()
         for child in self.children:
             child.stop()
+        transfer_queue.close()
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=client, args=(theirs, self.addresses, self.token, len(self.clients)))
+        function, *given = self.run
+        process = context.Process(target=function, args=(theirs, *given, len(self.clients)))
         process.start()
         theirs.close()
         ours.recv()
@@ -123,6 +158,7 @@ def contest(given: Namespace) -> list[Spread]:
     """Samples per second of both sides, and their ratio for each number of clients."""
     python = given.peer_python or peer_python(".venv-dataflow", "dataflow.txt")
     sides = {"dock": Contender("the dock", [sys.executable, __file__, "--serve"]),
+             "its keys": Contender("the dock's key-value interface", [sys.executable, __file__, "--serve", "keys"]),
              "transfer_queue": Contender("TransferQueue", [python, "benchmarks/peers/transfer_queue_clients.py"])}
     try:
         results = []
@@ -136,7 +172,8 @@ def contest(given: Namespace) -> list[Spread]:
                                  samples / side.ask("round", **work) for name, side in sides.items()}, given.repeats)
             results.append(ratios(pairs, "dock", "transfer_queue", float))
             each = "  ".join(f"{name} {Spread.of([pair[name] for pair in pairs])}" for name in sides)
-            print(f"{clients} client{'s' if clients > 1 else ' '}  samples/s: {each}  ratio {results[-1]}", flush=True)
+            print(f"{clients} client{'s' if clients > 1 else ' '}  samples/s: {each}  ratio {results[-1]}, of its keys "
+                  f"{ratios(pairs, 'its keys', 'transfer_queue', float)}", flush=True)
         return results
     finally:
         for side in sides.values():
@@ -144,8 +181,8 @@ def contest(given: Namespace) -> list[Spread]:
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--serve"]:
-        driver = Driver()
+    if sys.argv[1:2] == ["--serve"]:
+        driver = Driver(keys=sys.argv[2:] == ["keys"])
         serve(driver)
         driver.close()
         return
