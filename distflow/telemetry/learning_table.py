@@ -204,7 +204,7 @@ READINGS = (
             "{key}=32 , or the loss", most=1e-5, setting="roles.*.lora.alpha", usual=32, steps=8,
             when=lambda series: _rewards_differ(series) and middle(series.last("advantages/std", 8)) > 0.05),
     Reading("both_answers_fall", UPDATE, "preference/better", -1e30,
-            "The preferred answers have become less likely, too: by {value:.0f} nats each",
+            "The preferred answers have become less likely, too ({value:.0f} nats each)",
             "`{key}` ({set}) hardly holds the policy to its reference, or the learning rate is too high: the loss only "
             "wants a distance between the two answers, and both fall", "{key}=0.3 , a lower rate, or  nll=1  there",
             most=-4.0, per="setting", setting="nodes.*.with.beta", usual=0.1, steps=RECENT,
@@ -293,7 +293,7 @@ class Usual:
                 own = bound if self.unit or not value else bound * number(text, value) / value
                 does, _, does_above = self.does.partition("|")
                 yield Odd(max(above, below), not self.sure[0] <= value <= self.sure[1],
-                          f"`{key}` is {text}{f', {value:.2g} {self.unit}' if self.unit else ''} (usual: {side} "
+                          f"`{key}` is {text}{f', {value:.0%} {self.unit}' if self.unit else ''} (usual: {side} "
                           f"{own:.3g})", does_above if above > 0 and does_above else does,
                           f"{key}={self.fix or f'{own * of:.1g}'}")
 
@@ -427,7 +427,7 @@ USUAL = (
           "the teacher shows too few tokens to learn a distribution from", "32",
           frozenset({"teacher_tail", "entropy_collapse", "held_out_falls"}), of=_of_function("top_logprobs")),
     Usual("nodes.*.with.reward.math", 1e-9, math.inf, (0, math.inf),
-          "a weight below 0 has the wrong sign: right answers cost", "1.0",
+          "right answers cost: a weight below 0 has the wrong sign", "1.0",
           frozenset({"no_signal", "held_out_falls", "reward_against_answers", "reward_fell"})),
     Usual("staleness", 0, 8, (0, 64), "|samples are of policies that are long gone", "1",
           _OFTEN | {"importance_lost", "held_out_falls"}),
@@ -454,8 +454,8 @@ def explained(series: Series, detector: str, seen: Evidence) -> Evidence:
     known = [each.fix.partition("=")[0] in seen.remedy for each in odd]
     if not odd:
         return seen
-    causes = [f"{each.what}: {each.does}" for each in odd]
-    return replace(seen, cause="; and ".join(causes) + ("" if any(known) else f". Otherwise {seen.cause}"),
+    causes = [f"{each.what}, so that {each.does}" for each in odd]
+    return replace(seen, cause="; and ".join(causes) + ("" if any(known) else f". If not that: {seen.cause}"),
                    remedy=" , or  ".join([*(each.fix for each, told in zip(odd, known) if not told), seen.remedy]))
 
 
