@@ -329,17 +329,6 @@ def advantage_scale(series: Series) -> Evidence | None:
 
 
 @detector()
-def weight_decay(series: Series) -> Evidence | None:
-    """The weights shrink noticeably in each step."""
-    rates, decay = series.last("learning_rate", 3), series.setting_of_role("weight_decay", 0.0)
-    if not rates or (shrinks := decay * min(rates)) < 1e-3:
-        return None
-    return Evidence(series.steps[-3], "learning_rate", f"Weight decay takes {shrinks:.2%} of all weights in each step",
-                    f"the decay of {decay:g} is far above what models take (0 to 0.1): in {0.1 / shrinks:.0f} steps a "
-                    "tenth of each matrix is gone", f"roles.{series.trained_role}.weight_decay=0", {"share": shrinks})
-
-
-@detector()
 def reference_differs(series: Series) -> Evidence | None:
     """The reference is not the policy before it is trained."""
     node = f"nodes.{series.update_node}.with"

@@ -117,10 +117,7 @@ class Series:
 
     def number(self, key: str, usual: float) -> float:
         """Return a setting that is a number; `usual` where it has none."""
-        try:
-            return float(self.settings.get(key, usual))
-        except ValueError:
-            return usual
+        return number(self.settings.get(key, ""), usual)
 
     @property
     def functions(self) -> set[str]:
@@ -227,6 +224,14 @@ _FORM = ("question", "answer", "targets", "drop_answer", "system_prompt", "promp
 NO_PARTS = frozenset(f"reward/{name}" for name in (
     "mean", "std", "min", "max", "zero_std_groups", "kl", "overlong", "failed", "retried", "timeouts", "seconds",
     "unanswered", "length_correlation", "answer_correlation", "inconsistent"))
+
+
+def number(text: str, usual: float) -> float:
+    """Return the number that a setting has; `usual` if it has none."""
+    try:
+        return float(text)
+    except ValueError:
+        return usual
 
 
 def middle(values: Sequence[float]) -> float:

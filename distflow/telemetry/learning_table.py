@@ -25,6 +25,7 @@ from distflow.telemetry.learning_series import (
     add_rule,
     detector,
     middle,
+    number,
 )
 
 
@@ -68,14 +69,6 @@ class Reading:
 
     def _holds(self, value: float) -> bool:
         return self.least <= value <= self.most
-
-
-def number(text: str, usual: float) -> float:
-    """Return the number that a setting has; `usual` if it has none."""
-    try:
-        return float(text)
-    except ValueError:
-        return usual
 
 
 def _some_right(series: Series) -> bool:
@@ -340,9 +333,10 @@ def _beta(index: int) -> Callable[[Series, str, str], float]:
     return lambda _series, _key, text: 1 - json.loads(text)[index]
 
 
-def _against(other: str, usual: float) -> Callable[[Series, str, str], float]:
-    """Return a setting in proportion to another one of its role."""
-    return lambda series, key, text: number(text, math.nan) / series.number(f"{key.rpartition('.')[0]}.{other}", usual)
+def _by_rate(power: int) -> Callable[[Series, str, str], float]:
+    """Return a setting times its role's learning rate, or over it."""
+    return lambda series, key, text: number(text, math.nan) * \
+        series.number(f"{key.rpartition('.')[0]}.learning_rate", 1e-6) ** power
 
 
 def _of_steps(series: Series, _key: str, text: str) -> float:
@@ -388,7 +382,9 @@ USUAL = (
     Usual("roles.*.warmup_steps", 0, 0.5, (0, 2), "|the learning rate never reaches its value", "20", _STILL,
           of=_of_steps),
     Usual("roles.*.min_learning_rate", 0, 1, (0, 2), "|the learning rate rises through the run instead of falling",
-          "0", _OFF, of=_against("learning_rate", 1e-6)),
+          "0", _OFF, of=_by_rate(-1)),
+    Usual("roles.*.weight_decay", 0, 1e-4, (0, 1e-3), "|each step takes more than a thousandth of all weights, "
+          "which are gone before anything is learnt", "0", _OFF, of=_by_rate(1)),
     Usual("roles.*.generation.temperature", 0.4, 1.4, (0.05, 2),
           "a prompt gets the same answer again and again, and nothing is compared|completions are random", "1",
           _ALIKE | _RANDOM | {"mismatch"}, of=_sampled),

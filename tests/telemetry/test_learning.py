@@ -191,7 +191,6 @@ SETTINGS = {"roles.actor.trained": "true", "roles.actor.weight_decay": "10", "ro
 
 
 @pytest.mark.parametrize(("detector", "changed", "step"), [
-    ("weight_decay", {"learning_rate": 1e-3}, 3),
     ("reference_differs", {"policy/kl_reference": 0.4}, 1),
     ("duplicated_samples", {"response/alike": 0.875}, 3),
     ("end_untrained", {"response/end_untrained": 1.0, "environment/turns": None}, 4),
@@ -352,6 +351,7 @@ QUIET = {"roles.actor.trained": "true", "nodes.update.function": "policy_update"
     ("roles.actor.betas", "[0.9999, 0.9]", "betas=[0.9, 0.95]"),
     ("roles.actor.betas", "[0.9, 0.0]", "betas=[0.9, 0.95]"),
     ("roles.actor.warmup_steps", "5000", "warmup_steps=20"),
+    ("roles.actor.weight_decay", "1e4", "weight_decay=0"),
     ("roles.actor.generation.temperature", "0.0", "temperature=1"),
     ("roles.actor.generation.top_k", "1", "top_k=0"),
     ("nodes.update.with.clip", "1e-6", "with.clip=0.2"),
