@@ -337,7 +337,7 @@ def reference_differs(series: Series) -> Evidence | None:
     lengths = dict(series.known("response/length")[:1])
     for name in ("policy/kl_reference", "reward/kl"):  # of a token, and of a row before any update
         step, far = (series.known(name)[:1] or [(0, 0.0)])[0]
-        far = abs(far) / lengths.get(step, 1.0) if name == "reward/kl" else far if updates == 1 else 0.0
+        far = abs(far) / max(lengths.get(step, 1.0), 1.0) if name == "reward/kl" else far if updates == 1 else 0.0
         if step == 1 and far >= 0.05 and copied and len(series.steps) <= 3:
             return Evidence(1, name, f"KL to the reference is {far:.2g} nats a token before anything is trained",
                             "the reference is not the model that is trained, or is asked otherwise: another "

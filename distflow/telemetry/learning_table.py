@@ -9,7 +9,6 @@ A line is a fault: a new metric or setting wants one line here. Rules that compa
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -324,19 +323,19 @@ _IMITATION = {"supervised_update", "reward_update", "distillation_update", "dist
 
 
 def _adapter(series: Series, key: str, text: str) -> float:
-    rank = series.number(key.replace(".alpha", ".rank"), 16.0)
+    rank = max(series.number(key.replace(".alpha", ".rank"), 16.0), 1.0)
     rooted = series.settings.get(key.replace(".alpha", ".rslora")) == "true"
     return number(text, 32.0) / (rank ** 0.5 if rooted else rank)
 
 
 def _beta(index: int) -> Callable[[Series, str, str], float]:
-    return lambda _series, _key, text: 1 - json.loads(text)[index]
+    return lambda _series, _key, text: 1 - number(f"{text},".strip("[").split(",")[index].strip(" ]"), math.nan)
 
 
 def _by_rate(power: int) -> Callable[[Series, str, str], float]:
     """Return a setting times its role's learning rate, or over it."""
     return lambda series, key, text: number(text, math.nan) * \
-        series.number(f"{key.rpartition('.')[0]}.learning_rate", 1e-6) ** power
+        max(series.number(f"{key.rpartition('.')[0]}.learning_rate", 1e-6), 1e-12) ** power
 
 
 def _of_steps(series: Series, _key: str, text: str) -> float:

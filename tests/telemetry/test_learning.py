@@ -14,6 +14,7 @@ from distflow.contracts.detectors import learning_detectors
 from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
 from distflow.telemetry.learning import LearningFault, faults_of, main_fault
 from distflow.telemetry.learning_series import RULES
+from distflow.telemetry.learning_table import READINGS
 
 HEALTHY = {"reward/mean": 0.5, "reward/std": 0.45, "reward/zero_std_groups": 0.4, "reward/length_correlation": 0.1,
            "reward/unanswered": 0.02, "policy/entropy": 0.3, "policy/kl_reference": 0.02, "policy/clip_ratio": 0.01,
@@ -249,7 +250,9 @@ def test_detectors_bear_numbers_that_have_no_mean(seed):
     names = [*HEALTHY, "loss", "value/loss", "value/learning_rate", "environment/reward", "environment/zero_std_groups",
              "reward/form", "reward/math", "reward/max", "reward/min", "response/alike", "response/fingerprint",
              "epoch", "validation/heldout", "gradient/share_of_layer/7", "mismatch/unsampled",
-             "advantages/of_prompts", "response/end_untrained", "environment/failed", "prompt/repeated"]
+             "advantages/of_prompts", "response/end_untrained", "environment/failed", "prompt/repeated",
+             "gradient/remembered", "reward/correlation/form", "preference/better", "preference/margin", "reward/kl",
+             *(reading.metric.replace("*", "it") for reading in READINGS)]
     extreme = [math.inf, -math.inf, math.nan, 1e300, -1e300, 0.0, 1.0]
     steps = [{name: draw.choice(extreme) for name in names} | {"step": step} for step in range(1, 40)]
     assert "loss_spike" in {fault.detector for fault in faults_of(steps, RATE)}
