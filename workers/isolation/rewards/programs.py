@@ -67,6 +67,8 @@ _called = getattr(_owner(), {name!r}) if hasattr(_owner, {name!r}) else _names[{
 _result = json.dumps(_called(*_arguments), default=lambda value: value.tolist())
 sys.__stdout__.write(f"\\n{{_token}}{{_result}}")
 """  # the result is compared by the caller, so that the program never has what is wanted
+_RUNS = 9
+"""All tests of a program have as many times the seconds of one, so that the reward's own time is not over first."""
 _WIDEST = 256
 """Kibibytes that a program may print, unless more is wanted."""
 
@@ -125,7 +127,7 @@ def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
     A cheating program can find Python tests in its own process; it never sees the outputs of JSON tests.
 
     Args:
-        seconds: limit of each run.
+        seconds: limit of each run; all tests of a program have nine times as long.
         memory_mib: address space of each process.
         network: `allow` gives access to the network.
         files: `allow` runs even if the kernel cannot keep programs from reading and changing this user's files.
@@ -136,16 +138,18 @@ def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
         OSError: a sandbox could not be created or ended. The sample is retried, then left out.
     """
     run = functools.partial(run_python, seconds=seconds, memory_mib=memory_mib, network=network, files=files)
-    return _graded(program_of(completion), tests, run, partial)
+    return _graded(program_of(completion), tests, run, partial, _RUNS * seconds)
 
 
-def _graded(program: str, tests: str, run: Callable[..., Outcome], partial: bool) -> float:
+def _graded(program: str, tests: str, run: Callable[..., Outcome], partial: bool, seconds: float) -> float:
     """Return the share of tests that a program passes, or without `partial` whether it passes all; report modules that
-    it imports and that are missing, and whether its time was over."""
+    it imports and that are missing, and whether its time was over. Once it has run for `seconds`, the others fail."""
     missing, ends = set[str](), set[str]()
 
     def watched(program: str, stdin: str, **more: int) -> Outcome:
-        outcome = run(program, stdin, **more)
+        nonlocal seconds
+        outcome = run(program, stdin, **more) if seconds > 0 else Outcome("time", 0, "", "", 0.0)
+        seconds -= outcome.seconds
         ends.add(outcome.ended)
         missing.update(() if outcome.ok else _MISSING.findall(outcome.stderr)[-1:])
         return outcome

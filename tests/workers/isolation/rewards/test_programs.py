@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 
@@ -153,6 +154,15 @@ def test_a_function_is_called_by_its_name(tests, body, right):
 def test_what_a_function_returns_is_compared(program, result, right):
     tests = [{"fn_name": "f", "input": "[1, 2]\n3", "output": result}]
     assert code(f"```python\n{program}\n```", json.dumps(tests)) == right
+
+
+def test_tests_together_end_before_the_reward_does():
+    """Or a program that never ends would be left out instead of earning 0."""
+    tests = json.dumps([{"input": "", "output": "1"}, *[{"input": "x", "output": "2"}] * 60])
+    began = time.monotonic()
+    assert code("if not open(0).read(): print(1)\nelse:\n    while True: pass", tests, seconds=0.3,
+                partial=True) == 1 / 61
+    assert time.monotonic() - began < 15
 
 
 def test_keys_that_json_has_made_texts_are_numbers_again():
