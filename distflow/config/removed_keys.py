@@ -79,6 +79,7 @@ OLDER_KEYS: dict[str, tuple[Reading, str]] = {
                                      "first of its ranks among those that train"),
     "links.*.efficiency": (_if_was(None), _MEASURED),
     "links.inside": (_if_was(None), "Instead, for each kind of machine:  machines: {NAME: {…, inside: {gb_s: …}}}"),
+    "links.*": (_if_was(None), ""),  # as a run's folder had each that was not given
     "log.*.mlflow.experiment": (_if_was("distflow"), "Instead:  export MLFLOW_EXPERIMENT_NAME=…"),
     "log.*.mlflow.uri": (_if_was(None), "Instead:  export MLFLOW_TRACKING_URI=…"),
     "log.*.wandb.entity": (_if_was(None), "Instead:  export WANDB_ENTITY=…"),

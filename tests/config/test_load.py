@@ -131,11 +131,12 @@ def test_load_reads_paths_and_the_name_of_an_older_cluster(tmp_path: Path) -> No
     ends = "[a, b], gb_s: 2, latency_us: 3"
     zones = "machines: {one: {device: x, devices: 1, zone: a}, two: {device: x, devices: 1, zone: b}}"
     device = "devices: {x: {tflops: {float32: 1}, memory_gib: 64, memory_gb_s: 9}}"
-    (tmp_path / "two.yaml").write_text(f"name: mine\n{device}\n{zones}\npaths: [{{between: {ends}}}]\n")
+    (tmp_path / "two.yaml").write_text(f"name: mine\n{device}\n{zones}\npaths: [{{between: {ends}}}]\n"
+                                       "links: {zone: null, region: null, world: {gb_s: 1, latency_us: 0}}\n")
     spec = load_for_planning("grpo", None, [], str(tmp_path / "two.yaml"))
     assert spec.cluster_name == "two"
     assert (link := spec.cluster.between("one", "two"))
-    assert (link.gb_s, link.latency_us) == (2, 3)
+    assert (link.gb_s, link.latency_us, [*spec.cluster.links]) == (2, 3, ["world", "a-b"])
     (tmp_path / "old.yaml").write_text(f"name: mine\n{text}")
     assert load_for_planning("grpo", None, [], str(tmp_path / "old.yaml")).cluster == \
         load_for_planning("grpo", None, [], "multi_region").cluster
