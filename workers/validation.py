@@ -122,7 +122,8 @@ class Validator:
         for name, share in self.shares.items() if self.leads else ():
             answers[name] = self._score(name, share, samples[name], metrics)
             metrics.add(f"data/prompts_cut/{name}", share.cut)
-            if version is not None and len(versions := samples[name].versions.values):
+            versions = samples[name].versions.values
+            if version is not None and isinstance(versions, torch.Tensor) and len(versions):
                 metrics.maximum(LAG, versions.max() - version)
         metrics.maximum("seconds", time.perf_counter() - self.began)
         return pack([metrics.take(), answers])

@@ -17,7 +17,7 @@ from distflow.data.batch import Batch
 from distflow.data.crossing import POLICIES, REPORT, report_column
 from distflow.data.exchange import pack
 from distflow.dock import StorageShardServer, TimedOut
-from distflow.dock.consumers import ORDER, RESULT, VALIDATION, consumers_of
+from distflow.dock.consumers import RESULT, VALIDATION, consumers_of
 from distflow.errors import EngineError
 from distflow.plan import ROLLOUT, TRAINER
 from distflow.telemetry.events import Events
@@ -325,11 +325,3 @@ def test_a_run_that_has_not_asked_has_lost_nothing(requests, tmp_path):
     mine = requests(resumed_at=8)
     assert (mine.known, mine.open) == ({5}, False)
     assert not list(mine.results())
-
-
-def test_a_row_that_nobody_reads_is_no_prompt(channel):
-    with channel.dock("all") as dock:
-        channel.enqueue_validation(dock, ValidationRequest(0, 0, 1))
-        assert dock.try_lease("rollout", ROWS) is None
-        request = dock.lease(VALIDATION, ROWS)
-        assert dock.fetch(request)[ORDER].tolist() == [0] * ROWS
