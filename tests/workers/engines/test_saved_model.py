@@ -165,12 +165,10 @@ def test_save_pretrained_reads_each_file_of_weights_whatever_the_index_says(alon
     index = source / "model.safetensors.index.json"
     said = json.loads(index.read_text())
     files = sorted({*said["weight_map"].values()})
-    first, second, *rest = sorted(said["weight_map"])
+    _, second, *rest = sorted(said["weight_map"])
     said["weight_map"] = {second: files[-1], "gone": files[0]} | dict.fromkeys(rest, files[0]) | dict(zip(rest, files))
     index.write_text(json.dumps(said))
-    written = compare(source, saved_by(source))
-    assert written == 0
-    assert first in ModelFiles(tmp_path / "model")
+    assert compare(source, saved_by(source, **ADAPTED), lambda name: "q_proj.weight" in name) > 8
 
 
 def test_save_pretrained_of_a_value_model_leaves_out_the_vocabulary_head(alone, tmp_path):
