@@ -93,7 +93,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {  # also what files have that vLLM and 
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {"layer_types": None, "moe_layers": None, "no_rope_layers": [1, 0], "num_hidden_layers": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
-    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True},
     "ministral": {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,

@@ -15,11 +15,12 @@ import pytest
 import torch
 from engines import families, family_checks
 from harness import ROOT
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from distflow.errors import DistflowError
 from workers.engines.capabilities import bound_time_steps
 from workers.engines.rounding import LOOSE_SHARE
+from workers.engines.sglang.engine import name_layers_as_files_do
 
 SPEC = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
 generate = importlib.util.module_from_spec(SPEC)
@@ -67,6 +68,15 @@ def test_a_family_is_sampled_by_vllm_as_it_is_trained(family, tmp_path):
 
 def test_the_table_says_what_vllm_does():
     assert {name for name, found in RECORDED.items() if "vllm" in found} >= ASKED
+
+
+def test_sglang_is_given_kinds_of_layers_by_the_names_in_files(tmp_path):
+    written = families.tiny("nemotron_h")
+    written.save_pretrained(tmp_path)
+    name_layers_as_files_do(tmp_path / "config.json")
+    named = json.loads((tmp_path / "config.json").read_text())["layers_block_type"]
+    assert {*named} <= {"mamba", "attention", "mlp", "moe"}
+    assert AutoConfig.from_pretrained(tmp_path).layer_types == written.layer_types
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -171,8 +171,8 @@ def _require_read(model: PreTrainedModel, folder: Path, unread: set[str]) -> Non
     if odd:
         what = listing(odd, f"`{shown(folder)}` has weights with which a {type(model).__name__} does not compute")
         hint = 'Correct its config.json: its `model_type`, or a setting such as  "attention_bias": true\n' \
-               "Of scales of quantized weights, take the model that was quantized. Take what is of no use out of its " \
-               "files."
+               "If they are scales of quantized weights, take the model before quantization. If nothing needs them, " \
+               "remove them from its files."
         raise InvalidInput(Diagnostic(what, None, hint))
 
 

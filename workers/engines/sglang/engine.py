@@ -45,6 +45,8 @@ from workers.engines.sglang.weights import Buckets, serialize_handles
 _HEALTH_TIMEOUT = 60.0  # seconds in which a healthy server samples a token
 _KEEPALIVE = 10.0  # seconds between broadcasts while the server starts, so that no collective times out
 _STEP_TIMEOUT, _FIRST_TIMEOUT = 0.1, 1.0  # seconds that a step waits: for a turn to end, for first tokens
+_KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
+_BLOCKS = ("layers_block_type", "mtp_layers_block_type")
 _CACHES = ["kv_cache", "cuda_graph"]
 _READ = f"distflow_fingerprint.{fingerprint.write_sums.__name__}"
 """Function that the server's processes call to read their weights, from a copy of `distflow.weights.fingerprint`."""
@@ -254,6 +256,7 @@ class SGLangRollout(ExternalRollout):
         config.architectures = [type(model).__name__]
         config.eos_token_id = None  # end tokens are passed with each request
         config.save_pretrained(folder.name)
+        name_layers_as_files_do(Path(folder.name, "config.json"))
         shutil.copy(fingerprint.__file__, Path(folder.name, f"{_READ.partition('.')[0]}.py"))
         self.server = SGLangServer(folder, self._flags(config, folder.name, seed), self.device, self.share.size)
         self.closing = weakref.finalize(self, self.server.close)
@@ -380,6 +383,15 @@ class SGLangRollout(ExternalRollout):
     def close(self) -> None:
         if self.server:
             self.closing()
+
+
+def name_layers_as_files_do(file: Path) -> None:
+    """Give kinds of layers in a configuration the names that files of Nemotron-H have. Transformers writes others,
+    which SGLang's class does not know."""
+    config = json.loads(file.read_text())
+    named = {key: [_KINDS.get(kind, kind) for kind in config[key]] for key in _BLOCKS if config.get(key)}
+    if named:
+        file.write_text(json.dumps(config | named))
 
 
 def _on_cpu(config: PretrainedConfig, settings: Generation, dtype: torch.dtype) -> dict[str, object]:
