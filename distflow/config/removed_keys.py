@@ -38,12 +38,12 @@ def _read_head_dim(value: Any, model: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _read_rslora(value: Any, lora: dict[str, Any]) -> dict[str, Any] | None:
-    """Scale by alpha / √rank: the same as by `alpha` · √rank / rank."""
+    """Scale by alpha / √rank: the same as by `alpha` · √rank / rank, unless a mistake is told of these."""
     if value is not True:
         return {} if value is False else None
     rank, alpha = lora.get("rank", 16), lora.get("alpha", 32)
-    if not all(type(each) in (int, float) for each in (rank, alpha)):
-        return None
+    if type(rank) is not int or rank <= 0 or type(alpha) not in (int, float):
+        return {}
     lora.pop("alpha", None)
     return {"alpha": alpha * math.sqrt(rank)}
 
@@ -78,6 +78,7 @@ OLDER_KEYS: dict[str, tuple[Reading, str]] = {
     "groups.trainers": (_if_was({}), "Instead, by a node of the role:  layouts: {critic: {first: N}}  , where N is the "
                                      "first of its ranks among those that train"),
     "links.*.efficiency": (_if_was(None), _MEASURED),
+    **{f"links.{distance}": (_if_was(None), "Take it out.") for distance in ("zone", "region", "world")},
     "links.inside": (_if_was(None), "Instead, for each kind of machine:  machines: {NAME: {…, inside: {gb_s: …}}}"),
     "links.*": (_if_was(None), ""),  # as a run's folder had each that was not given
     "log.*.mlflow.experiment": (_if_was("distflow"), "Instead:  export MLFLOW_EXPERIMENT_NAME=…"),
@@ -128,10 +129,10 @@ def read_older_keys(data: Any, path: tuple[Any, ...] = ()) -> None:
     in the file."""
     named = list(data.items()) if isinstance(data, dict) else list(enumerate(data)) if isinstance(data, list) else []
     for name, value in named:
+        read_older_keys(value, (*path, name))
         older = _older((*path, name))
         today = older and older[0](value, data)
         if today is None:
-            read_older_keys(value, (*path, name))
             continue
         del data[name]
         for keys, said in today.items():

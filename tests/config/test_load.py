@@ -126,6 +126,29 @@ def test_load_reads_rslora_as_the_alpha_that_scales_alike(lora: str, alpha: floa
     assert load_for_planning("grpo", None, [f"roles.actor.lora={{{lora}}}"]).run.roles["actor"].lora.alpha == alpha
 
 
+@pytest.mark.parametrize(("lora", "wrong"), [
+    ("rank: -4", "rank` must be greater than 0"), ("rank: four", "rank` must be a whole number"),
+    ("alpha: -8", "alpha` must be greater than 0")])
+def test_load_tells_only_what_is_wrong_beside_rslora(lora: str, wrong: str) -> None:
+    (mistake,) = load_for_planning("grpo", None, [f"roles.actor.lora={{{lora}, rslora: true}}"]).mistakes
+    assert wrong in mistake.what
+
+
+def test_load_reads_the_cluster_of_a_run_that_an_older_version_has_begun(tmp_path: Path) -> None:
+    """Its file says every key, also where it says nothing."""
+    own = load_for_planning("grpo", None, [], "h200_a100").cluster
+    content = own.model_dump(mode="json")
+    content |= {"name": "mine", "links": {"zone": None, "region": None, "world": None, **content["links"]},
+                "paths": [{"between": ["here", "there"], "gb_s": 3, "efficiency": None}]}
+    content["machines"] = {name: {**kind, "zone": zone} for (name, kind), zone in
+                           zip(content["machines"].items(), ("here", "there"), strict=True)}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    spec = load_for_planning("grpo", None, [], str(tmp_path / "cluster.yaml"))
+    assert not spec.mistakes
+    assert {name: link.gb_s for name, link in spec.cluster.links.items()} == \
+        {"here-there": 3, **{name: link.gb_s for name, link in own.links.items()}}
+
+
 def test_load_reads_paths_and_the_name_of_an_older_cluster(tmp_path: Path) -> None:
     text = (SHIPPED / "clusters/multi_region.yaml").read_text()
     ends = "[a, b], gb_s: 2, latency_us: 3"
