@@ -150,7 +150,7 @@ class Validator:
         return [{"row": row, "questions": question, "answers": answer, "completions": text, "rewards": reward}
                 for row, question, answer, text, reward in itertools.islice(zip(
                     rows, columns["questions"], columns["answers"], own["completions"], scores.rewards), None,
-                    self.shown * count, count)]
+                    min(self.shown * count, len(rows)), count)]
 
 
 def result_of(step: int, reports: Iterable[bytes], shown: int) -> ValidationResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -142,7 +143,10 @@ def test_several_answers_have_a_mean_and_pass_at_k(spec, mesh):
     spec.run.validation = settings
     spec.data_path = spec.data_path
     decode, role.decode = role.decode, lambda tokens: ["7", *decode(tokens)[1:]]
-    values = Validator(spec, role, Layout(1)).run(0).values
+    spec.run.shown_samples = sys.maxsize  # of `samples: all`
+    result = Validator(spec, role, Layout(1)).run(0)
+    values = result.values
+    assert [row["rewards"] for row in result.answers["easy"]] == [0.0, 1.0]
     assert role.asked == ([0, 1, 2, 3], 0.7)
     assert values["validation/easy"] == pytest.approx(0.75)
     assert values["validation_pass/easy"] == 1.0
