@@ -349,6 +349,11 @@ def _sampled(series: Series, _key: str, text: str) -> float:
     return number(text, math.nan) if series.known("response/alike") and series.functions & _SAMPLING else math.nan
 
 
+def _compared(series: Series, _key: str, text: str) -> float:
+    """Return how many samples of a prompt are compared with each other, if they are."""
+    return number(text, math.nan) if series.functions & {"group_advantage", "leave_one_out_advantage"} else math.nan
+
+
 def _tokens(series: Series, key: str, text: str) -> float:
     return _sampled(series, key, text) or math.inf
 
@@ -382,7 +387,7 @@ USUAL = (
           of=_of_steps),
     Usual("roles.*.min_learning_rate", 0, 1, (0, 2), "|the learning rate rises through the run instead of falling",
           "0", _OFF, of=_by_rate(-1)),
-    Usual("roles.*.weight_decay", 0, 1e-4, (0, 1e-3), "|each step takes more than a thousandth of all weights, "
+    Usual("roles.*.weight_decay", 0, 3e-4, (0, 1e-3), "|each step takes more than a thousandth of all weights, "
           "which are gone before anything is learnt", "0", _OFF, of=_by_rate(1)),
     Usual("roles.*.generation.temperature", 0.4, 1.4, (0.05, 2),
           "a prompt gets the same answer again and again, and nothing is compared|completions are random", "1",
@@ -405,7 +410,7 @@ USUAL = (
     Usual("nodes.*.with.lam", 0.5, 1, (0.1, 1), "advantages trust the critic alone, which knows nothing of the end at "
           "first", "0.95", _STILL | {"no_signal", "value_head"}),
     Usual("nodes.*.with.group_size", 3, 512, (0, math.inf), "a sample has few others of its prompt to be compared with",
-          "8", frozenset({"no_signal"})),
+          "8", frozenset({"no_signal"}), of=_compared),
     Usual("nodes.*.with.nll", 0, 5, (0, 100), "|imitation of the preferred answers outweighs the preference", "1",
           _STILL | {"held_out_falls"}),
     Usual("nodes.*.with.centering", 0, 1, (0, 20), "|all scores are drawn to 0, so that none tells answers apart",
