@@ -218,7 +218,7 @@ READINGS = (
             "{value:.0%} of the tokens are rejected as off-policy",
             "samples are of another policy than the one trained: too old (`staleness`), or by an engine that computes "
             "otherwise", "staleness=1 , or  roles.actor.rollout=hf  to see whether it is the engine"),
-    Reading("teacher_tail", UPDATE, "distillation/teacher_tail", 0.4,
+    Reading("teacher_tail", UPDATE, "distillation/teacher_tail", 0.7,
             "{value:.0%} of the teacher's probability is outside its most probable tokens",
             "`{key}` is {set}, too few for this teacher: the student learns a distribution that is cut off",
             "{key}=64", setting="nodes.*.with.k", usual=32),

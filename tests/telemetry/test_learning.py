@@ -77,7 +77,7 @@ def test_noise_is_no_fault(seed):
     ("gradient_vanishes", {"grad_norm": 1e-7}),
     ("empty_answers", {"response__length": 1.0}),
     ("conversations_cut", {"environment__cut": 60.0}),
-    ("teacher_tail", {"distillation__teacher_tail": 0.7}),
+    ("teacher_tail", {"distillation__teacher_tail": 0.9}),
     ("importance_lost", {"importance__rejected": 0.9}),
     ("advantage_sign", {"advantages__min": 0.0}),
     ("advantage_sign", {"advantages__max": 0.0}),
