@@ -25,6 +25,15 @@ def _said(today: dict[Any, dict[str, Any]]) -> Reading:
     return lambda value, _: today.get(value) if isinstance(value, bool | str | None) else None
 
 
+def _read_fuse(value: Any, run: dict[str, Any]) -> dict[str, Any] | None:
+    """Pass over `false` where a role samples one row at a time: nothing is fused then."""
+    roles = run.get("roles")
+    kept = [role.get("generation") for role in roles.values() if isinstance(role, dict)] if isinstance(roles, dict) \
+        else []
+    alone = any(isinstance(each, dict) and each.get("batch_rows") == 1 for each in kept)
+    return {} if value is True or (value is False and alone) else None
+
+
 def _read_name(_: Any, file: dict[str, Any]) -> dict[str, Any] | None:
     """Pass over the name of a cluster; a DAG has one still."""
     return {} if {"machines", "devices", "memory_gib"} & file.keys() else None
@@ -73,7 +82,7 @@ OLDER_KEYS: dict[str, tuple[Reading, str]] = {
     "devices.*.efficiency": (_if_was(None), _MEASURED),
     "faults.*.share": (_if_was(None), "Instead, a fault for each step:  faults: [{kind: kill, step: 3}, {kind: kill, "
                                       "step: 9}]"),
-    "fuse": (_if_was(True), "Take it out: with  generation: {batch_rows: 1}  nothing is fused."),
+    "fuse": (_read_fuse, "Take it out: with  generation: {batch_rows: 1}  nothing is fused."),
     "groups.share_gpus": (_always, "Take it out: ranks of different groups may share a GPU."),
     "groups.trainers": (_if_was({}), "Instead, by a node of the role:  layouts: {critic: {first: N}}  , where N is the "
                                      "first of its ranks among those that train"),

@@ -149,6 +149,13 @@ def test_load_reads_the_cluster_of_a_run_that_an_older_version_has_begun(tmp_pat
         {"here-there": 3, **{name: link.gb_s for name, link in own.links.items()}}
 
 
+def test_load_passes_over_fuse_false_where_rows_are_sampled_alone() -> None:
+    """As runs were set for equal bits; they can be resumed."""
+    alone = "roles.actor.generation.batch_rows=1"
+    spec = load_for_planning("grpo", None, ["fuse=false", alone])
+    assert spec.resolved() == load_for_planning("grpo", None, [alone]).resolved()
+
+
 def test_load_reads_paths_and_the_name_of_an_older_cluster(tmp_path: Path) -> None:
     text = (SHIPPED / "clusters/multi_region.yaml").read_text()
     ends = "[a, b], gb_s: 2, latency_us: 3"
