@@ -370,6 +370,7 @@ def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumn
               if all(other == node for other, flow in flows.items() for read in flow.reads if read.name == column)]
     notes += untested(spec)
     idle = {"groups.rollout": spec.run.groups.rollout != Groups().rollout} | {
+        f"groups.inference.{role}": True for role in spec.run.groups.on_rollouts} | {
         key: getattr(spec.run, key) != Run.model_fields[key].default for key in _OF_SAMPLERS}
     notes += [f"`{key}` changes nothing in mode sync, where all ranks sample and then train. Set  mode: async"
               for key, given in idle.items() if given and not spec.run.has_samplers]

@@ -146,7 +146,7 @@ def _listed(names: Names) -> list[str]:
 
 def _column_of(name: str, value: Any) -> tuple[str, ColumnData]:
     """Return a column for a field, and its name."""
-    if isinstance(value, Tensor) and value.is_nested and value.layout == torch.jagged:
+    if isinstance(value, Tensor) and value.is_nested and value.layout == torch.jagged and value.is_contiguous():
         return name, Ragged(value.values().cpu(), value.offsets().diff().cpu())
     if isinstance(value, Tensor):
         return name, value.cpu() if value.ndim < 2 else Ragged.from_rows([*value.cpu().unbind()], value.dtype)

@@ -63,6 +63,17 @@ def test_fields_come_back_jagged_dense_or_as_plain_values(partition):
     assert got.batch_size == (3,)
 
 
+def test_parts_of_longer_rows_come_back_alone(partition):
+    """A jagged tensor may look at a part of each row of its values."""
+    start, length = torch.tensor([1, 2]), torch.tensor([3, 2])
+    parts = torch.nested.narrow(torch.arange(12).reshape(2, 6), 1, start, length, layout=torch.jagged)
+    tq.kv_batch_put(["a", "b"], partition, {"parts": parts, "heads": torch.nested.nested_tensor_from_jagged(
+        torch.arange(10), torch.tensor([0, 4, 10]), lengths=length)})
+    got = tq.kv_batch_get(["a", "b"], partition)
+    assert rows_of(got["parts"]) == [[1, 2, 3], [8, 9]]
+    assert rows_of(got["heads"]) == [[0, 1, 2], [4, 5]]
+
+
 def stack_of(values):
     from tensordict import NonTensorStack
 

@@ -206,7 +206,8 @@ def test_those_that_train_may_do_all_the_sampling(ranks, settings, engines):
     ("semi_sync", ("groups.rollout=0", "transport=tcp"), "transport"),
     ("semi_sync", ("transport=tcp",), ""),
     ("sync", ("staleness=3",), "staleness"), ("async", (), ""),
-    ("sync", ("groups={rollout: 1, inference: {reference: 1}}",), "groups.rollout")])
+    ("sync", ("groups={rollout: 1, inference: {reference: 1}}",), "groups.rollout"),
+    ("sync", ("groups.inference={reference: rollout}",), "groups.inference.reference")])
 def test_plan_notes_a_setting_that_says_nothing(mode, settings, noted):
     _, made = planned("grpo.yaml", 2, f"mode={mode}", *settings)
     assert [note for note in made.notes if "changes nothing" in note and not noted] == []
