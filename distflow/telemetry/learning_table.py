@@ -128,7 +128,7 @@ READINGS = (
             "The rejected answers are preferred: in {value:.0%} of the pairs alone the chosen one is ahead",
             "the preference has the wrong sign in a loss or node, or the learning rate is far too high",
             "the node that writes `preference`: 1 for the chosen answer", most=0.3, steps=8,
-            when=lambda series: len(series.known("preference/accuracy")) > 8),
+            when=lambda series: "best_and_worst" not in series.functions),  # whose pairs are new in each step
     Reading("reward_failures", REWARD, "*/timeouts", 0.1, "{value:.0%} of the samples have no reward in time",
             "the {name} takes longer than its limit, and what leaves the step is no random choice",
             "nodes.reward.with.limit=600 , or more  workers  there", per="samples"),
@@ -332,10 +332,9 @@ def _beta(index: int) -> Callable[[Series, str, str], float]:
     return lambda _series, _key, text: 1 - number(f"{text},".strip("[").split(",")[index].strip(" ]"), math.nan)
 
 
-def _by_rate(power: int) -> Callable[[Series, str, str], float]:
-    """Return a setting times its role's learning rate, or over it."""
-    return lambda series, key, text: number(text, math.nan) * \
-        max(series.number(f"{key.rpartition('.')[0]}.learning_rate", 1e-6), 1e-12) ** power
+def _taken(series: Series, key: str, text: str) -> float:
+    """Return the share of all weights that a step's decay takes."""
+    return number(text, math.nan) * series.number(key.replace("weight_decay", "learning_rate"), 1e-6)
 
 
 def _of_steps(series: Series, _key: str, text: str) -> float:
@@ -385,10 +384,8 @@ USUAL = (
     Usual("roles.*.max_grad_norm", 0.01, 1e9, (1e-8, math.inf), "gradients are scaled down to nothing", "1.0", _STILL),
     Usual("roles.*.warmup_steps", 0, 0.5, (0, 2), "|the learning rate never reaches its value", "20", _STILL,
           of=_of_steps),
-    Usual("roles.*.min_learning_rate", 0, 1, (0, 2), "|the learning rate rises through the run instead of falling",
-          "0", _OFF, of=_by_rate(-1)),
     Usual("roles.*.weight_decay", 0, 3e-4, (0, 1e-3), "|each step takes more than a thousandth of all weights, "
-          "which are gone before anything is learnt", "0", _OFF, of=_by_rate(1)),
+          "which are gone before anything is learnt", "0", _OFF, of=_taken),
     Usual("roles.*.generation.temperature", 0.4, 1.4, (0.05, 2),
           "a prompt gets the same answer again and again, and nothing is compared|completions are random", "1",
           _ALIKE | _RANDOM | {"mismatch"}, of=_sampled),
@@ -450,13 +447,18 @@ def unusual_setting(series: Series) -> Evidence | None:
 def explained(series: Series, detector: str, seen: Evidence) -> Evidence:
     """Return evidence whose cause begins with the unusual settings that explain it. A rule that wants one of them
     changed has nothing to add."""
-    odd = unusual(series, detector)[:2]
+    odd, form = unusual(series, detector)[:2], series.own_form
+    if form and detector in _FORMED and seen.since <= _EARLY and form not in seen.cause:
+        seen = replace(seen, cause=f"{seen.cause}; or prompts have a form that the model does not know{form}")
     known = [each.fix.partition("=")[0] in seen.remedy for each in odd]
     if not odd:
         return seen
     causes = [f"{each.what}, so that {each.does}" for each in odd]
     return replace(seen, cause="; and ".join(causes) + ("" if any(known) else f". If not that: {seen.cause}"),
                    remedy=" , or  ".join([*(each.fix for each, told in zip(odd, known) if not told), seen.remedy]))
+
+
+_FORMED, _EARLY = frozenset({"answers_not_found", "no_signal", "truncation", "repetition", "entropy_explosion"}), 8
 
 
 for _reading in READINGS:

@@ -379,6 +379,15 @@ def test_a_symptom_names_the_setting_that_explains_it(path, rate, told):
     assert (f"`roles.actor.learning_rate` is {rate}" in fault.evidence.cause) == told
 
 
+def test_a_fault_of_the_start_names_the_form_that_prompts_have():
+    settings = QUIET | {"data.prompt_suffix": " Answer in one word.", "data.question": "question"}
+    for first, told in ((1, True), (20, False)):
+        fault = next(each for each in faults_of(steps_of(40, first=first, response__truncated=0.9), settings)
+                     if each.detector == "truncation")
+        assert ("`data.prompt_suffix` is ' Answer in one word.'" in fault.evidence.cause) == told
+        assert "data.question" not in fault.evidence.cause
+
+
 def test_an_optimizer_that_forgets_is_named_at_once():
     steps = [line | {"gradient/remembered": 2.0 * line["step"]} for line in steps_of(20, first=1000)]
     assert faults_of(steps) == []
