@@ -154,18 +154,15 @@ def without_reference(dag: dict[str, Any]) -> dict[str, Any]:
 
 def drawn(spec: Spec) -> list[dict[str, str]]:
     """Return the questions and answers that distflow trains on, in its order."""
-    taken: list[dict[str, str]] = []
     fields = {"question": spec.run.data.question, "answer": spec.run.data.answer}
 
-    def keep(records: list[dict[str, Any]]) -> dict:
-        taken.extend({name: record[field] for name, field in fields.items()} for record in records)
-        return {}
+    def columns(records: list[dict[str, Any]]) -> dict[str, list[str]]:
+        return {name: [record[field] for record in records] for name, field in fields.items()}
 
     records = open_records(spec.data_path(*spec.run.data.train))
-    loader = Dataloader(records, keep, spec.run.data.batch, spec.run.seed, share=0)
-    for _ in range(spec.run.steps):
-        loader.next()
-    return taken
+    loader = Dataloader(records, columns, spec.run.data.batch, spec.run.seed, share=0)
+    steps = [loader.next() for _ in range(spec.run.steps)]
+    return [dict(zip(fields, row)) for step in steps for row in zip(*map(step.__getitem__, fields))]
 
 
 def peer_config(spec: Spec) -> dict[str, Any]:
