@@ -299,7 +299,8 @@ def _check_dp(spec: Spec, request: _LayoutRequest, layout: Layout, ranks: int, s
         needed, role, groups = request.dp * layout.width, spec.dag.nodes[node].role, spec.run.groups
         grown = f"Give its role more ranks:  groups: {{inference: {{{role}: {needed}}}}}" \
             if role in groups.inference_ranks else None
-        hint = f"{grown or f'Start {needed} ranks (--nproc-per-node {needed})'}, or instead:  " \
+        start = needed + sum(groups.inference_ranks.values())
+        hint = f"{grown or f'Start {start} ranks (--nproc-per-node {start})'}, or instead:  " \
                f"layouts: {{{node}: {{dp: {shares}}}}}"
         return [Diagnostic(f"node `{node}` wants dp {request.dp}{more}, but there {there}", where, hint)]
     return []

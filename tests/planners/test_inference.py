@@ -269,7 +269,7 @@ def test_ranks_of_a_frozen_role_are_the_last_of_the_trainer_where_there_are_no_s
 
 
 @pytest.mark.parametrize(("ranks", "overrides", "said"), [
-    (1, (), "Start 2 ranks or more"),
+    (1, (), "Start 2 ranks or more"), (4, ("layouts.rollout.dp=4",), "Start 5 ranks"),
     (4, ("layouts={reference: {first: 1}}",), "gives ranks 3 to 3 to roles of their own, and `layouts` has node "
                                               "`reference` begin at 1"),
     (4, ("layouts={critic: {first: 3}}",), "has node `critic` begin at 3"),
