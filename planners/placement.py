@@ -206,7 +206,7 @@ def can_leave_out(spec: Spec, role: str, samples: bool, layout: Layout) -> bool:
     """Return whether ranks without rows of a role need no part of its model, in the engine that samples or in the one
     that trains and infers."""
     settings = spec.settings_of(role)
-    if settings is None or (spec.run.has_samplers and spec.run.trainer_samples):
+    if settings is None:
         return False
     if samples:
         return settings.rollout == "hf" and adapted(spec, role) is None  # trainers keep the base as rollouts share it
@@ -311,8 +311,7 @@ def _check_trained(spec: Spec, request: _LayoutRequest, layout: Layout, ranks: i
     if request.dp is None or request.dp >= shares or spec.dag.nodes[node].type != "MODEL_TRAIN":
         return []
     what = (f"node `{node}` trains on {request.dp * layout.width} of {ranks} ranks, and its role's model is on all of "
-            "them: only  engine: fsdp  without cp and replicas, on the first ranks that train, can leave some out, "
-            "which mode semi_sync does not")
+            "them: only  engine: fsdp  without cp and replicas can leave some out")
     remedy = f"Leave `{node}` out of `layouts`." if layout.width == 1 else "Leave `dp` out of it."
     return [Diagnostic(what, spec.run_source.location(("layouts", node, "dp")), remedy)]
 

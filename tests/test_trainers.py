@@ -68,7 +68,8 @@ def test_layouts_let_a_critic_train_on_ranks_of_its_own(ppo, workspace, together
 
 
 SPLITS = {
-    "semi_sync": (3, "mode=semi_sync", "groups.rollout=1", "staleness=0", "layouts={critic: {first: 1}}"),
+    "semi_sync": (4, "mode=semi_sync", "groups.rollout=1", "staleness=0",
+                  "layouts={critic: {first: 2}, update: {rows: [0, 1]}}"),  # ranks 0 to 2 sample
     "replicas": (4, "layouts={critic: {first: 2}}", "roles.actor.replicas=2"),
     "tokens": (3, "layouts={critic: {first: 2}, update: {cp: 2}}"),
     "matrices": (4, "layouts={critic: {first: 2, tp: 2}, update: {tp: 2}}")}

@@ -117,7 +117,7 @@ def test_roles_that_share_shards_are_on_the_same_ranks() -> None:
 
 
 @pytest.mark.parametrize(("more", "left"), [
-    (["mode=semi_sync", "groups.rollout=1"], set()),
+    (["mode=semi_sync", "groups.rollout=1"], {("actor", False)}),  # rows of the reference go to whichever rank is free
     (["roles.actor.replicas=3"], {("actor", True)}),
     (["roles.actor.rollout=vllm", "roles.actor.dtype=bfloat16"], {("actor", False), ("reference", False)})])
 def test_what_wants_all_ranks_has_shares_of_no_rows(more: list[str], left: set[tuple[str, bool]],
