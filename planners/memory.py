@@ -26,7 +26,7 @@ A stage keeps activations of a micro-batch for itself and each later stage (Nara
 layers only the inputs are kept, and of a large vocabulary FSDP makes the logits of `LOGITS_AT_ONCE` / vocabulary tokens
 at a time (on a CPU fewer). They are counted of all tokens of a micro-batch, which is cut by tokens: rows of short
 prompts are nearly all answer. Offloaded states count for nothing. A role that swaps (MindSpeed RL §3.2) has either what
-it trains with or what it samples with.
+it trains with or what it samples with, and a frozen one its weights while it computes.
 
 vLLM and SGLang page their cache (Kwon et al. 2023): they take `generation.memory_share` of a GPU for weights and cache
 together, and rows that find no page wait. So they do not need a cache of all rows at their longest, and where
@@ -76,7 +76,8 @@ PAGED = ("vllm", "sglang")
 """Rollout engines with a paged cache, within a share of the GPU."""
 _SAMPLING_WEIGHTS = (": rollout weights", ": rollout engine")
 """Suffixes of memory items' names."""
-_OF_A_TASK = ("activations", "weights while computing", "gradients counted twice", "rollout cache", "rollout choices")
+_OF_A_TASK = ("activations", "swapped weights", "weights while computing", "gradients counted twice", "rollout cache",
+              "rollout choices")
 """Kinds of memory items that are there while a task of their role runs."""
 _STATE = 4  # bytes of an element of a state, which models keep in float32
 Layouts = dict[tuple[str, bool], Layout]
@@ -280,7 +281,7 @@ def _remedy(spec: Spec, items: tuple[MemoryItem, ...], limit: float) -> str:
         return f"Lower  roles.{role}.generation.batch_rows  or  roles.{role}.generation.max_new_tokens"
     if kind == "rollout engine":
         return f"Lower  roles.{role}.generation.memory_share"
-    if kind in ("training state", "following weights", "frozen weights", "weights"):
+    if kind in ("training state", "following weights", "frozen weights", "swapped weights", "weights"):
         return "Use more ranks, which divide it, or a smaller model."
     return "Use a smaller model, or  dtype: bfloat16"
 
@@ -318,6 +319,9 @@ def _role_items(spec: Spec, role: str, settings: RoleRun, shape: Shape, rows: in
     items.append(_activations(role, settings, shape, trained, own, width, outputs, has_adapters))
     if generates:
         items += _rollout(spec, role, settings, shape, sampling.tp, width, shares, rows)
+    elif settings.swap and not settings.offload:
+        items = [replace(item, name=f"{role}: swapped weights") if item.name == f"{role}: weights" else item
+                 for item in items]
     swaps = settings.swap and generates and trained
     return [_in_phase(item) for item in items] if swaps else _phased(items)
 

@@ -191,21 +191,21 @@ def valued(layout) -> list[float]:
             *engine.scores(mine["prompts"], mine["responses"]).tolist()]
 
 
-def role_spec(settings: RoleRun, source: Path | None = None, head: str = "lm") -> SimpleNamespace:
-    """What engines read of a run with one trained role; `source`: the folder of its model."""
-    dag = SimpleNamespace(roles={"actor": SimpleNamespace(trained=True, follow=None, head=head)})
+def role_spec(settings: RoleRun, source: Path | None = None, head: str = "lm", trained: bool = True) -> SimpleNamespace:
+    """What engines read of a run with one role; `source`: the folder of its model."""
+    dag = SimpleNamespace(roles={"actor": SimpleNamespace(trained=trained, follow=None, head=head)})
     run = SimpleNamespace(seed=0, steps=10, data=Data(train="", max_prompt_tokens=32, max_target_tokens=16))
     return SimpleNamespace(dag=dag, run=run, folder=source, shape_of=lambda _: None, settings_of=lambda _: settings,
                            model_of=lambda _: Model(path=str(source)) if source else None)
 
 
 def role_of(model, tokenizer, settings: RoleRun, source: Path | None = None, head: str = "lm",
-            samples: bool = True) -> RoleEngines:
+            samples: bool = True, trained: bool = True) -> RoleEngines:
     """The engines of a role on all ranks."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
     return RoleEngines("actor", model, tokenizer, settings, Meshes(mesh, mesh if samples else None, Layout(ranks)),
-                       role_spec(settings, source, head), 0 if samples else None)
+                       role_spec(settings, source, head, trained), 0 if samples else None)
 
 
 class Learner:

@@ -96,6 +96,10 @@ class TrainExecutor(Executor):
         self.sampled, self.passes_on = SampledRows(None, None), passed_on(plan)
         self.before_update: Callable[[], None] = lambda: None
         self.early = {task.node for task in plan.early.tasks} if plan.early else set()
+        models = [task for task in plan.chain(rank) if task.type in ENGINE_TYPES]
+        self.last_of_role = {task.node for task, following in zip(models, [*models[1:], *models[:1]])
+                             if following.role != task.role}
+        """Nodes with a model before those that compute with another one."""
         self.cuda_devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
 
     @contextlib.contextmanager
@@ -129,7 +133,14 @@ class TrainExecutor(Executor):
         began, phase = time.perf_counter(), _phase(task)
         self.status.set(f"computing node `{task.node}`", phase, task.node)
         with _rank_timer(phase, len(inputs), began):
-            return self.sampled.run(task, self.step, self.roles, partial(super().run, task, inputs))
+            written = self.sampled.run(task, self.step, self.roles, partial(super().run, task, inputs))
+        self._release(task)
+        return written
+
+    def _release(self, task: Task) -> None:
+        """Let a role that swaps leave the device once a node of another one is next."""
+        if task.node in self.last_of_role:
+            self.roles[task.role].release()
 
 
 class InferenceExecutor(TrainExecutor):
@@ -140,7 +151,9 @@ class InferenceExecutor(TrainExecutor):
 
     def _measured(self, task: Task, inputs: Batch) -> Written:
         self.status.set(f"computing node `{task.node}`", "inference", task.node)
-        return Executor.run(self, task, inputs)
+        written = Executor.run(self, task, inputs)
+        self._release(task)
+        return written
 
 
 def _phase(task: Task) -> Phase:

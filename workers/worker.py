@@ -214,6 +214,8 @@ def _train_context(context: RankContext, worker_context: WorkerContext, store: S
             _connect_calls(ctx, ctx.source)
         if ctx.proofs:
             ctx.proofs.at_start(ctx.roles, context.preflight or Preflight())
+        for role in ctx.roles.values():
+            role.release()
         if context.preflight and worker_context.first and not again:
             _end_preflight(context.preflight, context.spec, ctx.roles[ctx.prompted])
         dist.all_reduce(torch.zeros(1))  # all are ready; on the CPU, where one that died is noticed

@@ -188,7 +188,7 @@ class RoleRun(Document):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the forward pass; master weights stay float32. auto: bfloat16 on a GPU, float32 on a CPU."""
     swap: bool = False
-    """Move training state to host memory while the role samples."""
+    """Move training state to host memory while the role samples, and a frozen role's weights while others compute."""
     replicas: PositiveInt = 1
     """Copies of the model in training (HSDP), each sharded over dp / replicas ranks."""
     offload: bool = False

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness import model_folder
-from planning import DIAMOND, RUN, refused
+from planning import DIAMOND, RUN, node, refused
 
 from distflow.config.cluster import Cluster
 from distflow.config.load import load
@@ -162,6 +162,17 @@ def test_a_role_that_swaps_has_one_phase_at_a_time(plan_of: Callable) -> None:
     kept = items_of(plain)["actor: training state"] + items_of(plain)["actor: rollout weights"]
     while_sampling = items_of(plain)["actor: rollout cache"]
     assert needed(plain.memory) == kept + max(while_sampling, training - items_of(plain)["actor: training state"])
+
+
+def test_a_frozen_role_that_swaps_has_its_weights_while_it_computes(plan_of: Callable) -> None:
+    nodes = {**DIAMOND, "judged": node("judge", "sample", role="reference")}
+    plain, swapped = (plan_of(nodes, {"reference": {"copy_of": "actor"}}, roles={
+        "actor": {"model": {"architecture": "qwen3"}},
+        "reference": {"model": {"architecture": "qwen3"}, "swap": swap, "micro_batch_tokens": 9}})
+        for swap in (False, True))
+    weights = items_of(plain)["reference: weights"]
+    assert items_of(swapped)["reference: swapped weights"] == weights > 0
+    assert needed(swapped.memory) == needed(plain.memory) - weights, "the update is the largest task"
 
 
 def test_the_largest_task_of_a_rank_that_trains_counts_and_all_of_one_that_samples():

@@ -234,7 +234,8 @@ class FSDPEngine(Trainer):
 
     def resident(self, weights: bool = True) -> Iterator[Tensor]:
         states = self.optimizer.state.values() if self.optimizer else ()
-        for tensor in (*(self.shards().values() if weights else ()), *(t for state in states for t in state.values())):
+        shards = self.shards().values() if self.optimizer else self.policy.model.parameters()
+        for tensor in (*(shards if weights else ()), *(t for state in states for t in state.values())):
             local = _local(tensor)
             if local.device.type == self.device.type:
                 yield local

@@ -28,6 +28,7 @@ from distflow.plan import Layout
 from distflow.telemetry import events
 from distflow.telemetry.files import replacing_folder
 from distflow.telemetry.metrics import current
+from distflow.weights.offload import HostOffload
 from workers.engines import engine_class
 from workers.engines.chat import answer_tokens, end_tokens, pad_token, sampled_text
 from workers.engines.devices import convert, device_of, dimension, dtype_of, fuse_norms
@@ -97,6 +98,8 @@ class RoleEngines:
             **({"layout": meshes.layout} if settings.engine == "megatron" else {"whole": frozen}))
         if self._trainer and (shape := spec.shape_of(name)):
             self._trainer.shape = shape.with_value_head() if self.head == "value" else shape
+        kept = trained or settings.offload or spec.dag.roles[name].follow or self.rollout is not None
+        self._weights = HostOffload(self._trainer.resident) if self._trainer and settings.swap and not kept else None
         self._version, self.split = 0, meshes.rollout is not None and meshes.rollout.size() > meshes.rollout.size(0)
         self.engine_swap = self._swap(meshes, settings.swap and trained)
         self.shared_engine: Sampler | None = None  # samples in place of `rollout` for several threads at a time
@@ -113,10 +116,18 @@ class RoleEngines:
         """The engine that trains and infers, with its state on the device."""
         if self.engine_swap is not None:
             self.engine_swap.ready()
+        if self._weights is not None and self._weights.bytes:
+            self._weights.reload()
+            self._weights.wait()
         if self._trainer is None:
             why = "it samples" if self.takes_part(samples=True) else "other ranks have its rows"
             raise EngineError(f"role `{self.name}` has no engine on this rank that trains or infers: {why}")
         return self._trainer
+
+    def release(self) -> None:
+        """Move the weights of a frozen role that swaps to host memory, until something computes with them."""
+        if self._weights is not None:
+            self._weights.offload()
 
     @property
     def has_engine(self) -> bool:

@@ -182,7 +182,8 @@ class Trainer(Reader):
 
     @abstractmethod
     def resident(self, weights: bool = True) -> Iterable[Tensor]:
-        """Yield this rank's unshared tensors between two steps: optimizer state and, with `weights`, shards."""
+        """Yield this rank's unshared tensors between two steps: optimizer state and, with `weights`, shards of what is
+        trained, or of a frozen role's model."""
 
     def scratch(self) -> Iterable[Tensor]:
         """Yield tensors that stay allocated between two steps though their contents are not needed."""

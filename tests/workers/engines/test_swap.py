@@ -99,3 +99,22 @@ def test_an_error_comes_through_and_the_trainer_has_its_memory_again(mesh, monke
     with pytest.raises(EngineError, match="the library died"), role.engine_swap.sampling():
         pass
     assert held(role.engine.resident()) == ours
+
+
+def frozen_between_nodes() -> None:
+    tokens = Ragged.from_rows([torch.tensor([7, 8, 9]), torch.tensor([11, 12])])
+    plain, role = (role_of(build_model(270, 0, **SIZES), build_tokenizer(["one"]), RoleRun(swap=swap), samples=False,
+                           trained=False) for swap in (False, True))
+    whole = held(role.engine.resident())
+    assert whole == held(plain.engine.resident()) > 0
+    for _ in range(2):
+        role.release()
+        plain.release()
+        assert (held(role._trainer.resident()), held(plain.engine.resident())) == (0, whole)
+        assert torch.equal(role.logprobs(tokens, tokens).values, plain.logprobs(tokens, tokens).values)
+        assert held(role.engine.resident()) == whole
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_frozen_role_has_no_memory_between_its_nodes(ranks):
+    run_ranks(ranks, frozen_between_nodes)
