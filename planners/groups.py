@@ -1,11 +1,15 @@
-"""Cuts the DAG into the group that samples and the group that trains (RobustRL §2.1), and groups of one role each.
+"""Assigns ranks to the roles of a DAG: to the trainer's, and where there are samplers to groups beside it.
 
-    group              nodes
-    rollout            those that sample, with their inputs; COMPUTE nodes that read only columns of this group, such as
-                       rewards; `tokenizer_only` ones, such as `ask`, that make a sampling role's prompts;
-                       frozen roles with  groups: {inference: {ROLE: rollout}}
+    group              nodes, in the order of the ranks
+    trainer            all that no other group has; nodes in `layouts` that do not sample, and on rows that may have
+                       been dropped, too
+    rollout            those that sample (RobustRL §2.1), with their inputs; COMPUTE nodes that read only columns of
+                       this group, such as rewards; `tokenizer_only` ones, such as `ask`, that make a sampling role's
+                       prompts; frozen roles with  groups: {inference: {ROLE: rollout}}
     inference ROLE     a frozen role with ranks of its own, and others colocated with it (`planners.inference`)
-    trainer            all others; nodes in `layouts` that do not sample, and on rows that may have been dropped, too
+
+Without samplers the trainer has all nodes and ranks. Within it `first` of `layouts`, and then `groups.inference` too,
+give roles ranks to themselves (`RankGroup.begins`).
 
 Between the groups, columns pass through the dock. A `row_wise` node of the trainer need not wait for the whole step: it
 is fused, that is computed of each prompt as it comes from the rollout (Zhong et al. 2024, inter-stage fusion). Which
