@@ -91,10 +91,17 @@ def run_steps(folder: str, overrides: list[str]) -> tuple[list[dict[str, float]]
         ctx.next_prompts()
         run_chain(ctx.chain, ctx.buffer, ctx.executor, ctx.draw_more)
         mine = len(ctx.buffer.step_columns["rollout", ctx.chain[-1].layout])
-        reports.append({**current().collect(gather), "rows of this rank": mine, "held": parameters_of(ctx)})
+        reports.append({**current().collect(gather), "rows of this rank": mine, "resident": resident_bytes(ctx),
+                        "held": parameters_of(ctx)})
     actor = ctx.roles["actor"]
     weights = {name: weight.clone() for name, weight in actor.engine.export()} if actor.has_engine else {}
     return reports, weights if dist.get_rank() == actor.writer else {}
+
+
+def resident_bytes(ctx: TrainContext) -> dict[str, int]:
+    """Bytes on the device of each model that trains or infers here, while no node computes with it."""
+    return {name: sum(tensor.untyped_storage().nbytes() for tensor in role._trainer.resident())
+            for name, role in ctx.roles.items() if role._trainer is not None}
 
 
 def parameters_of(ctx: TrainContext) -> dict[str, int]:

@@ -90,6 +90,10 @@ def test_ranks_without_rows_of_a_role_have_no_model_of_it(folder, alone, case, s
     found = run_ranks(3, run_steps, folder, [*wanted, f"roles.actor.swap={str(swap).lower()}"])
     equals(next(each for each in found if each[1]), alone)
     assert [{*reports[0]["held"]} for reports, _ in found] == held
+    there = [report["resident"]["reference"] for reports, _ in found for report in reports
+             if "reference" in report["resident"]]
+    assert there
+    assert all(count == 0 if swap else count > 0 for count in there), "it swaps as the actor that it copies"
     for name, ranks in (("actor", rows["old"]), ("reference", rows["reference"])):
         parts = [reports[0]["held"].get(name, 0) for reports, _ in found]
         used = sum(any(each) for each in zip(ranks, rows["update"])) if name == "actor" else sum(map(bool, ranks))
