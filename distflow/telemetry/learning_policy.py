@@ -69,6 +69,8 @@ def truncation(series: Series) -> Evidence | None:
     if cut <= 0.5 and cut - middle(start) <= 0.25 or not cut:
         return None
     key, ends = f"roles.{series.trained_role}.generation.max_new_tokens", min(series.first(name, FIRST) or [0.0]) < 0.95
+    whole = series.setting("nodes.*.with.max_tokens")[0] if series.known("environment/turns") else ""
+    key = whole if series.number(whole, 1e9) < series.number(key, 1e9) else key  # of a conversation, all its turns
     most, worse = int(series.number(key, 0.0)), series.worse_than_held_out
     more = f"{key}={2 * most}" if most else f"a larger {key}"
     return Evidence(series.since(name, lambda value: value > 0.25), name,

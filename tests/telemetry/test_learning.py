@@ -388,6 +388,15 @@ def test_a_fault_of_the_start_names_the_form_that_prompts_have():
         assert "data.question" not in fault.evidence.cause
 
 
+@pytest.mark.parametrize(("most", "line"), [("14", "nodes.rollout.with.max_tokens=28"),
+                                           ("400", "roles.actor.generation.max_new_tokens=48")])
+def test_conversations_that_are_cut_off_want_the_smaller_limit_raised(most, line):
+    settings = QUIET | {"roles.actor.generation.max_new_tokens": "24", "nodes.rollout.with.max_tokens": most}
+    fault, = (each for each in faults_of(steps_of(12, response__truncated=0.9), settings)
+              if each.detector == "truncation")
+    assert line in fault.evidence.remedy
+
+
 def test_an_optimizer_that_forgets_is_named_at_once():
     steps = [line | {"gradient/remembered": 2.0 * line["step"]} for line in steps_of(20, first=1000)]
     assert faults_of(steps) == []
