@@ -89,8 +89,10 @@ def units_of(word: str) -> dict[str, str]:
 
 
 def differ(one: dict[str, str], other: dict[str, str]) -> bool:
-    """Return whether two units are known and not the same, such as cm and m, or cm and kg."""
-    return bool(one and other) and not one.items() & other.items()
+    """Return whether two units are known and not the same, such as cm and m, or cm and kg. Two of money are compared
+    as money: 块 and 角 may both count things, too."""
+    both = one.keys() & other.keys()
+    return bool(one and other) and not any(one[each] == other[each] for each in both & {"money"} or both)
 
 
 def _matrix_mark(found: re.Match[str]) -> str:
