@@ -303,21 +303,25 @@ def _checking(texts: list[str]) -> list[str]:
 
 
 def _calling(text: str) -> str:
-    """Return a test that calls what it defines for pytest, if it calls nothing itself."""
+    """Return a test that calls the functions that it defines for pytest and does not name otherwise."""
     whole = ast.parse(text)
-    tests = [part for part in whole.body if isinstance(part, ast.FunctionDef) and part.name.startswith("test")]
-    if _checks(whole):
-        return text
-    if odd := next((part.name for part in tests if ast.unparse(part.args) or part.decorator_list), ""):
-        raise ValueError(f"the test `{odd}` takes arguments, or has a decorator, which pytest alone would give it")
-    return "\n".join([text, *(f"{part.name}()" for part in tests)])
+    named = {part.id for part in ast.walk(whole) if isinstance(part, ast.Name)}
+    tests = [part for part in whole.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+             and part.name.lower().startswith("test") and part.name not in named]
+    plain = [part for part in tests if isinstance(part, ast.FunctionDef)
+             and not (ast.unparse(part.args) or part.decorator_list)]
+    odd = next((part.name for part in tests if part not in plain), "")
+    if odd and not _checks(whole, ast.Assert):
+        raise ValueError(f"the test `{odd}` is a class, is async, takes arguments or has a decorator, so that pytest "
+                         "alone would call it")
+    return "\n".join([text, *(f"{part.name}()" for part in plain)])
 
 
-def _checks(part: ast.AST) -> bool:
+def _checks(part: ast.AST, kinds: Any = ast.Assert | ast.Raise | ast.Call) -> bool:
     """Return whether a part of a program asserts, raises or calls as soon as it runs."""
     if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
         return False
-    return isinstance(part, ast.Assert | ast.Raise | ast.Call) or any(map(_checks, ast.iter_child_nodes(part)))
+    return isinstance(part, kinds) or any(_checks(each, kinds) for each in ast.iter_child_nodes(part))
 
 
 def _case(case: Any) -> _Streams | _Call | None:

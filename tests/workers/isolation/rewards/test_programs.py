@@ -178,6 +178,11 @@ def test_functions_for_pytest_are_called(program, right):
     assert code(f"```python\n{program}```", tests) == right
 
 
+def test_functions_for_pytest_are_called_beside_other_calls():
+    tests = "import sys\nsys.path.append('.')\n\ndef test_add():\n    assert add(1, 2) == 3"
+    assert code(f"```python\n{WRONG}```", tests) == 0.0
+
+
 def test_a_program_may_print_as_much_as_is_wanted():
     numbers = [*range(50_000)]
     tests = json.dumps([{"input": "", "output": "\n".join(map(str, numbers))}])
@@ -191,6 +196,8 @@ def test_a_program_may_print_as_much_as_is_wanted():
     '[{"input": "1", "output": "1"}, {"input": "1", "output": "1", "fn_name": "add"}]',
     '[{"input": "one two", "output": "1", "fn_name": "add"}]', "eJxrYJmqz8gAAAtE", "gASVEQAAAAAAAABdlC4=",
     "def check(candidate):\n    assert candidate(1, 2) == 3", "class Test:\n    def test(self): assert add(1, 2) == 3",
+    "def test(): pass\nclass TestAdd:\n    def test(self): assert add(1, 2) == 3",
+    "X = int('3')\nasync def test_add(): assert add(1, 2) == X",
     "def test_add(sums):\n    assert add(1, 2) == 3", "@mark\ndef test_add():\n    assert add(1, 2) == 3"])
 def test_tests_of_another_form_are_no_reason_for_a_zero(tests):
     with pytest.raises(ValueError, match="tests in JSON must be a list|there are no tests|so that whatever runs would "
