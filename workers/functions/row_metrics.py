@@ -146,8 +146,8 @@ def _report_responses(responses: Ragged, tokens_T: Tensor, group: Tensor) -> Ten
 
 
 def _report_questions(columns: dict[str, ColumnData], group: Tensor) -> None:
-    """Report how many prompts are the same as another of the step, hold their own answer, or have the most common
-    one."""
+    """Report how many prompts are the same as another of the step, or hold their own answer, and how many others have
+    the most common one, too."""
     questions = dict(zip(group.tolist(), to_list(columns["questions"])))
     current().mean("prompt/repeated", len(questions) - len(set(questions.values())), len(questions))
     if "answers" in columns:
@@ -155,8 +155,8 @@ def _report_questions(columns: dict[str, ColumnData], group: Tensor) -> None:
         current().mean("prompt/has_answer", sum(_holds(questions[each], answers[each]) for each in questions),
                        len(questions))
         if any(answers.values()):
-            current().mean("prompt/same_answer", Counter(map(_short, answers.values())).most_common(1)[0][1],
-                           len(answers))
+            most = Counter(map(_short, answers.values())).most_common(1)[0][1]
+            current().mean("prompt/same_answer", most - 1, len(answers) - 1)  # a rank may have one prompt
 
 
 def _short(answer: str) -> str:

@@ -96,9 +96,11 @@ def test_prompts_that_are_twice_in_a_step_or_hold_their_answer():
     found = reported(group=torch.tensor([0, 0, 1, 2, 3, 4]), questions=questions, answers=answers)
     assert found["prompt/repeated"] == pytest.approx(1 / 5)
     assert found["prompt/has_answer"] == pytest.approx(1 / 5), "a digit may be in a question by accident"
-    assert found["prompt/same_answer"] == pytest.approx(2 / 5)
+    assert found["prompt/same_answer"] == pytest.approx(1 / 4), "of the other prompts"
     answers = encode_text(["1 #### 4"] * 3 + ["#### 4"] * 3)
     assert reported(group=GROUP, questions=encode_text(["q"] * 6), answers=answers)["prompt/same_answer"] == 1
+    alone = reported(group=GROUP[:1], questions=encode_text(["q"]), answers=encode_text(["4"]))
+    assert "prompt/same_answer" not in alone, "one prompt is like no other"
 
 
 def test_rows_without_groups_report_nothing():
