@@ -196,7 +196,7 @@ def place_models(spec: Spec, roles: Collection[str], layouts: Mapping[str, Layou
         model = replace(split, dp=(blocks[split.first] if own else sum(blocks.values())) // split.width)
         used = {rank for name in shared for rank in layouts[name].active_ranks}
         marks = tuple(int(model.leader(share) in used) for share in range(model.dp))
-        if own and 0 in marks and not fused & {*shared} and can_leave_out(spec, role, samples, model):
+        if own and 0 in marks and not {*fused} & {*shared} and can_leave_out(spec, role, samples, model):
             model = replace(model, rows=marks)
         placed[role, samples] = samplers.get(role, model) if samples else model
     return placed

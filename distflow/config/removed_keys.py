@@ -61,8 +61,8 @@ def _read_paths(value: Any, _: Any) -> dict[str, Any] | None:
     """Name links between two places by these."""
     links: dict[str, Any] = {}
     for path in value if isinstance(value, list) else [None]:
-        ends = path.get("between") if isinstance(path, dict) else None
-        if not isinstance(ends, list) or len(ends) != 2 or (name := "-".join(map(str, ends))) in links:
+        if not isinstance(path, dict) or not isinstance(ends := path.get("between"), list) or len(ends) != 2 or \
+                (name := "-".join(map(str, ends))) in links:
             return None
         links[name] = {key: each for key, each in path.items() if key != "between"}
     return {f"links.{name}": link for name, link in links.items()}
@@ -102,6 +102,7 @@ OLDER_KEYS: dict[str, tuple[Reading, str]] = {
     "paths": (_read_paths, "Instead, by the names of two places:  links: {EAST-WEST: {gb_s: …}}"),
     "paths.*.efficiency": (_if_was(None), _MEASURED),
     "ranks": (_if_was(None), "Instead:  --ranks N  , or  ranks: N  in the run file."),
+    "robust.detectors.weight_decay": (lambda action, _: {"unusual_setting": action}, "Instead:  unusual_setting"),
     "robust.neighbour": (_LOCAL, "Instead:  snapshots: local"),
     "robust.peer_replica": (_LOCAL, "Instead:  snapshots: local"),
     "robust.restart": (_said({"task": {"restarts": 0}, "role": {}}), "Instead, of `task`:  restarts: 0"),
@@ -136,17 +137,18 @@ def instead_of(path: tuple[Any, ...]) -> str | None:
 def read_older_keys(data: Any, path: tuple[Any, ...] = ()) -> None:
     """Say in a file what its older keys say as it is said today, and take out those that say nothing. `path`: of `data`
     in the file."""
-    named = list(data.items()) if isinstance(data, dict) else list(enumerate(data)) if isinstance(data, list) else []
+    named: list[tuple[Any, Any]] = [*data.items()] if isinstance(data, dict) else \
+        [*enumerate(data)] if isinstance(data, list) else []
     for name, value in named:
         read_older_keys(value, (*path, name))
         older = _older((*path, name))
-        today = older and older[0](value, data)
+        today = older[0](value, data) if older and isinstance(data, dict) else None
         if today is None:
             continue
         del data[name]
         for keys, said in today.items():
             *outer, key = keys.split(".", 1)
-            holder = data
+            holder: Any = data
             for each in outer:
                 holder[each] = holder[each] if isinstance(holder.get(each), dict) else {}
                 holder = holder[each]

@@ -170,11 +170,11 @@ def _is_plain(config: dict[str, Any]) -> bool:
         (config.get("dtype") or config.get("torch_dtype") or "float32") in _DTYPES
 
 
-
 def _fits(config: dict[str, Any]) -> bool:
     """Return whether heads divide each other and the states, and the padding token is one of the vocabulary."""
     names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "pad_token_id")
-    hidden, heads, kv_heads, vocabulary, pad = (config.get(name) for name in names)
+    sizes: list[Any] = [config.get(name) for name in names]
+    hidden, heads, kv_heads, vocabulary, pad = sizes
     kv_heads, pad = kv_heads or heads, pad or 0
     if not all(isinstance(each, int) and each > 0 for each in (hidden, heads, kv_heads, vocabulary, pad + 1)):
         return True  # the arithmetic says what is wrong

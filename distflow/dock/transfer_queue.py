@@ -17,7 +17,7 @@ import secrets
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgpack
 import torch
@@ -147,7 +147,7 @@ def _listed(names: Names) -> list[str]:
 def _column_of(name: str, value: Any) -> tuple[str, ColumnData]:
     """Return a column for a field, and its name."""
     if isinstance(value, Tensor) and value.is_nested and value.layout == torch.jagged and value.is_contiguous():
-        return name, Ragged(value.values().cpu(), value.offsets().diff().cpu())
+        return name, Ragged(value.values().cpu(), cast(Any, value).offsets().diff().cpu())
     if isinstance(value, Tensor):
         return name, value.cpu() if value.ndim < 2 else Ragged.from_rows([*value.cpu().unbind()], value.dtype)
     rows = [_packed(f"field `{name}`", each) for each in (value if isinstance(value, list) else value.tolist())]

@@ -60,10 +60,10 @@ class Reading:
                     not self.when(series):
                 continue
             said = {"value": middle(values), "name": metric.partition("/")[0], "key": key, "part": series.deciding_part,
-                    "set": given or f"{self.usual:g}", "more": f"{4 * number(given, self.usual):g}"}
-            return Evidence(series.since(metric, lambda value: self._holds(value / divisor)), metric,
-                            *(text.format(**said) for text in (self.what, self.cause, self.change)),
-                            {"value": middle(values)})
+                    "set": given or f"{self.usual:g}", "more": f"{4 * number(given, self.usual):.12g}"}
+            what, cause, change = (text.format(**said) for text in (self.what, self.cause, self.change))
+            return Evidence(series.since(metric, lambda value: self._holds(value / divisor)), metric, what, cause,
+                            change, {"value": middle(values)})
         return None
 
     def _holds(self, value: float) -> bool:

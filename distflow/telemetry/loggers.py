@@ -2,7 +2,7 @@
 
     tensorboard  files in RUN/tensorboard, by torch's own writer
     wandb        Weights & Biases; samples as a table. `{wandb: {project: mine, mode: offline}}`
-    mlflow       an MLflow experiment; samples as a table. `{mlflow: {uri: sqlite:///mlflow.db}}`
+    mlflow       an MLflow experiment, at MLFLOW_TRACKING_URI; samples as a table
 
 Each has a queue and a thread in the process that writes the run's folder. No step waits for a network or a disk: a
 queue that is full takes nothing more, and a logger that fails costs the run a warning. A resumed run continues under

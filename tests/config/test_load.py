@@ -101,7 +101,9 @@ def test_load_refuses_a_removed_key_with_the_line_to_write_instead(tmp_path: Pat
 
 
 def test_set_reads_older_keys_too() -> None:
-    spec = load_for_planning("grpo", None, ["data.enable_thinking=false", "all_samples=true", "timeline=true"])
+    spec = load_for_planning("grpo", None, ["data.enable_thinking=false", "all_samples=true", "timeline=true",
+                                            "robust.detectors.weight_decay=stop"])
+    assert spec.run.robust.detectors == {"unusual_setting": "stop"}
     assert spec.run.data.chat_template_kwargs == {"enable_thinking": False}
     assert spec.run.samples == "all"
     with pytest.raises(InvalidInput, match="It was removed. Take it out"):
