@@ -16,10 +16,8 @@ import numpy as np
 
 from planners.heterogeneous.cost import CostModel
 from planners.heterogeneous.problem import (
-    ASYNC,
     GENERATE,
     INFER,
-    SYNC,
     TRAIN,
     DeviceGroup,
     Edge,
@@ -61,7 +59,7 @@ def random_problem(seed: int, devices: int | None = None) -> Problem:
     syncs = tuple(Edge(source, target, 2.0 * tasks[source].parameters) for source, (kind, role) in enumerate(works)
                   for target, (other, same) in enumerate(works) if kind == TRAIN and other != TRAIN and role == same)
     sent = tuple(Edge(*edge, float(random.choice([0, 2**16, 2**24, 2**31]))) for edge in edges)
-    problem = Problem(hardware, tasks, sent, syncs, SYNC if random.random() < 0.5 else ASYNC)
+    problem = Problem(hardware, tasks, sent, syncs, random.random() >= 0.5)
     return _just_fitting(random, problem) if random.random() < 0.3 else problem
 
 
@@ -214,7 +212,7 @@ def _iteration(problem: Problem, group_of: list[int], seconds: list[np.ndarray],
                synced: list[np.ndarray]) -> np.ndarray:
     """Return the objective, from the layouts."""
     tasks = range(len(seconds))
-    if problem.mode == ASYNC:
+    if problem.has_samplers:
         return np.max([sum(seconds[task] for task in tasks if group_of[task] == group)
                        + sum(each for edge, each in zip(problem.edges, sent) if group_of[edge.target] == group)
                        + sum(each for edge, each in zip(problem.syncs, synced) if group_of[edge.target] == group)

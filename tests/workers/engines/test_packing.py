@@ -31,7 +31,7 @@ def test_attention_pads_at_most_twice_what_is_needed(lengths):
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 def test_the_memory_plan_counts_what_layers_keep(architecture, adapted):
-    sizes = {"architecture": architecture, "layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64}
+    sizes = {"architecture": architecture, "layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2}
     built = build_model(512, 0, **sizes)
     built.set_attn_implementation(attention.NAME)
     if adapted:
