@@ -189,7 +189,9 @@ def last_number(text: str) -> Number | None:
 
 def last_sentence(text: str) -> str:
     """Return the last sentence of a text, without signs before it, as `✅`, and Minerva's hope behind it."""
-    lines = [line.strip() for line in _HOPE.sub("", text).splitlines() if re.search(r"\w", line)]
+    said, hope, end = text.rpartition(" I hope it is correct")
+    lines = [line.strip() for line in (said if hope and end.strip() in ("", ".") else text).splitlines()
+             if re.search(r"\w", line)]
     return _SIGNS.sub("", re.split(r"(?<=[.!?])\s+", lines[-1])[-1]) if lines else ""
 
 
@@ -278,7 +280,6 @@ _LETTERS = re.compile(r"[A-Za-z]{2,3}")
 _SIGNS = re.compile(r"\A[^\w\s$\\(\[{.+−–-]+\s*")
 _ANSWER = re.compile(r"\b(?:answer|correct (?:option|choice))\b(?:\W{0,3}\b(?:is|was)\b)?[^\w$\\(\[{+.−–-]{0,3}"
                      r"[\s*]*(?:(?:option|choice)\s+)?([^\s*:=].*?)\**\Z", re.IGNORECASE)
-_HOPE = re.compile(r"\s+I hope it is correct\.?\s*\Z")
 _FORMULA = re.compile(r"\$([^$]+)\$\**\Z|\\\(((?:[^\\]|\\[^()])+)\\\)\**\Z")
 _CHOICE = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice)\s+)?\(?([A-J])"
                      r"(?:\)?[.)]\s+(?!(?:and|or)\b)((?:(?![.!?]\s|\s\(?[A-J]\)\s).)+)|\))?")
