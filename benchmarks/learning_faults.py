@@ -2,10 +2,11 @@
 
     record    run the healthy and the planted runs, one after the other, and keep their metrics by step
     unseen    run the planted runs of kinds that no rule was made with; their metrics have a file of their own
+    blind     run those of planted_faults_blind.yaml, healthy ones among them; the same
     long      run healthy runs of 100 steps of all shipped algorithms; their metrics are kept in runs/ alone
     judge     ask the detectors about each recorded run, as a live run would, and print what they found
 
-The runs stand in planted_faults.yaml. Run by hand, some of them or all:
+The runs stand in planted_faults.yaml and planted_faults_blind.yaml. Run by hand, some of them or all:
 python -m benchmarks.learning_faults record [NAME …];  python -m benchmarks.learning_faults judge [FILE]
 """
 
@@ -31,7 +32,7 @@ from distflow.telemetry.learning import faults_of, main_fault, with_start
 from distflow.telemetry.run_reader import RunReader
 
 RESULTS = ROOT / "benchmarks/results/learning_faults.json"
-UNSEEN_RESULTS = ROOT / "benchmarks/results/learning_faults_unseen.json"
+OTHERS = {name: RESULTS.with_stem(f"learning_faults_{name}") for name in ("unseen", "blind")}
 LONG_RESULTS, TOOL_MODEL = ROOT / "runs/learning_faults_long.json", ROOT / "runs/learning_faults_tools"
 STEPS, BATCH, ROWS, HELD_OUT = 32, 8, 64, 80
 DENSE = {"near_miss:near_miss": {"weight": 1.0, "reach": 20}, "format": {"weight": 0.2, "pattern": ".*#### -?[0-9]+"}}
@@ -46,9 +47,9 @@ KEPT = ("nodes.", "roles.", "data.", "validation.", "steps", "seed", "mode", "st
 @dataclass(frozen=True)
 class Run:
     """One run. first: the step since when it is wrong, 0 for a healthy one. causes: detectors that name the fault
-    rightly. named: words, parted by `|`, of which what is said of it must have one, too. settings: of the run file and
-    the DAG. records: how the training records differ. after: nodes after which `nodes` come, and before the update.
-    model: the role whose model has been trained to call tools."""
+    rightly; any, without one. named: words, parted by `|`, of which what is said of it must have one, too. settings:
+    of the run file and the DAG. records: how the training records differ. after: nodes after which `nodes` come, and
+    before the update. model: the role whose model has been trained to call tools."""
 
     name: str
     dag: str
@@ -62,15 +63,17 @@ class Run:
     steps: int = STEPS
     model: str = ""
     named: str = ""
+    ranks: int = 1
 
     def __hash__(self) -> int:
         return hash(self.name)
 
 
 def planted() -> list[Run]:
-    """Return the runs of planted_faults.yaml."""
-    described = yaml.safe_load(Path(__file__).with_name("planted_faults.yaml").read_text())
-    return [Run(name, **{"nodes": {}, **fields}) for name, fields in described.items()]
+    """Return the runs of planted_faults.yaml and planted_faults_blind.yaml."""
+    files = (Path(__file__).with_name(name) for name in ("planted_faults.yaml", "planted_faults_blind.yaml"))
+    return [Run(name, **{"nodes": {}, **fields}) for file in files
+            for name, fields in yaml.safe_load(file.read_text()).items()]
 
 
 SHIPPED = ("grpo", "ppo", "dapo", "rloo", "gspo", "dr_grpo", "cispo", "reinforce_pp", "remax", "pf_ppo", "online_dpo",
@@ -93,8 +96,9 @@ def long() -> Iterator[Run]:
 
 def write_inputs(run: Run, folder: Path) -> tuple[Path, str]:
     """Write the DAG and the training records of a run; return the DAG's file and the records'."""
-    shipped = {"near_miss": ROOT / "examples/near_miss/near_miss.yaml"}
-    dag = yaml.safe_load(shipped.get(run.dag, ROOT / f"dags/{run.dag}.yaml").read_text())
+    example = ROOT / f"examples/{run.dag}"
+    shipped = example if example.exists() else ROOT / "dags"
+    dag = yaml.safe_load((shipped / f"{run.dag}.yaml").read_text())
     dag["imports"] = [*dag.get("imports", ()), "planted_faults"]
     place = {"first": run.first, "rows": ROWS}
     if run.reward is not None:
@@ -113,36 +117,47 @@ def write_inputs(run: Run, folder: Path) -> tuple[Path, str]:
                                                   for name in dag["nodes"]["update"]["dependencies"]]
     if "drifted" in run.nodes:
         dag["nodes"]["update"]["dependencies"].append("drifted")
-    for module in (ROOT / "benchmarks/planted_faults.py", ROOT / "examples/near_miss/near_miss.py"):
+    near_miss = ROOT / "examples/near_miss/near_miss.py"
+    for module in (ROOT / "benchmarks/planted_faults.py", near_miss, *example.glob("*.py")):
         shutil.copy(module, folder)
     file = folder / f"{run.dag}.yaml"
     file.write_text(yaml.safe_dump(dag))
     held_out = (ROOT / "dags/data/arithmetic/heldout.jsonl").read_text().splitlines(keepends=True)
     (folder / "heldout.jsonl").write_text("".join(held_out[:HELD_OUT]))
+    if run.records == "held_out":
+        rows = _with_next_answers([json.loads(line) for line in held_out[:HELD_OUT]])
+        (folder / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return file, ""
     return file, _write_records(run.records, folder)
+
+
+def _with_next_answers(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    return [row | {"answer": after["answer"]} for row, after in zip(rows, (*rows[1:], rows[0]))]
 
 
 def _write_records(kind: str, folder: Path) -> str:
     if not kind:
         return ""
     rows = [json.loads(line) for line in (ROOT / "dags/data/arithmetic/train.jsonl").read_text().splitlines()]
-    if kind in ("few", "eight"):
-        rows = [row for _ in range(200) for row in rows[:3]] if kind == "few" else rows[:8]
+    if kind in ("few", "eight", "forty"):
+        rows = [row for _ in range(200) for row in rows[:3]] if kind == "few" else rows[:8 if kind == "eight" else 40]
+    if kind in ("bus", "short"):
+        rows = [row for row in rows if (row["level"] < 3 if kind == "short" else row["question"].startswith("A bus"))]
     if kind == "one_answer":
         rows = [row for at, row in enumerate(rows) if row["answer"].endswith("#### 12") or at % 120 == 0]
-    if kind in ("swapped", "random"):
+    if kind in ("swapped", "random", "same", "marks"):
         pairs = ROOT / "dags/data/arithmetic/preferences.jsonl"
         rows = [json.loads(line) for line in pairs.read_text().splitlines()]
-        for row in rows if kind == "swapped" else random.Random(0).sample(rows, len(rows) // 2):
-            row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
+        for row in rows if kind != "random" else random.Random(0).sample(rows, len(rows) // 2):
+            row["chosen"], row["rejected"] = {"same": (row["chosen"], row["chosen"]), "marks": (row["chosen"], "####")
+                                              }.get(kind, (row["rejected"], row["chosen"]))
     if kind == "hard":
         rows = [_hard(at) for at in range(600)]
     if kind == "one":
         rows = rows[:1] * 600
     if kind == "shifted":
-        for row, answer in zip(rows, [row["answer"] for row in (*rows[1:], rows[0])]):
-            row["answer"] = answer
-    for row in rows:
+        rows = _with_next_answers(rows)
+    for at, row in enumerate(rows):
         head, _, last = row["answer"].rpartition("####")
         if kind == "leak":
             row["question"] = f"{row['question']} {row['answer']}"[-100:]
@@ -150,6 +165,10 @@ def _write_records(kind: str, folder: Path) -> str:
             row["question"] = " ".join(word for word in row["question"].split() if word.isdigit())
         if kind == "template":
             row["question"] = f"### Human: {row['question']}\n### Assistant:"[-100:]
+        if kind == "unmarked" or kind == "half_unmarked" and at % 2:
+            row["answer"] = head.strip()
+        if kind == "question_first":
+            row["answer"] = f"{row['question']} {row['answer']}"
         if kind == "wrong" or kind == "half" and len(head) % 2:
             row["answer"] = f"{head}#### {int(last) % 10 + 1}"
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -202,7 +221,7 @@ def _launch(run: Run, scratch: Path) -> str:
         settings.append(f"roles.{run.model}.model={TOOL_MODEL}")
     run_file = f"embedded_{run.dag}.yaml" if run.dag in OWN_RUN_FILE else "embedded.yaml"
     try:
-        run_once(scratch, "it", dag, run_file, 1, settings)
+        run_once(scratch, "it", dag, run_file, run.ranks, settings)
     except SystemExit as error:
         return f"failed: {error}"
     return "ended"
@@ -254,7 +273,8 @@ def judge(results: Path) -> None:
             late.append(since[0].step - first)
             told = f"{main.evidence.what} {main.evidence.cause} {main.evidence.remedy}"
             words = planned[name].named.split("|")
-            named += [name] if main.detector in planned[name].causes and any(word in told for word in words) else []
+            causes = planned[name].causes or [main.detector]
+            named += [name] if main.detector in causes and any(word in told for word in words) else []
         verdict = "false alert" if early else "right" if name in named else "other cause" if since else \
             "missed" if first else "clean"
         said = ", ".join(f"{fault.detector} at {fault.step}" for fault in found)
@@ -275,7 +295,7 @@ def judge(results: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["record", "unseen", "long", "judge"])
+    parser.add_argument("what", choices=["record", *OTHERS, "long", "judge"])
     parser.add_argument("names", nargs="*", help="of runs, or how they begin; default: those that are not recorded")
     options = parser.parse_args()
     if options.what == "judge":
@@ -283,9 +303,9 @@ def main() -> None:
     elif options.what == "long":
         record(options.names, [*long()], LONG_RESULTS)
     else:
-        unseen = options.what == "unseen"
-        record(options.names, [run for run in planted() if run.name.startswith("unseen/") == unseen],
-               UNSEEN_RESULTS if unseen else RESULTS)
+        kinds = {run: run.name.partition("/")[0] for run in planted()}
+        runs = [run for run, kind in kinds.items() if options.what == (kind if kind in OTHERS else "record")]
+        record(options.names, runs, OTHERS.get(options.what, RESULTS))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import deque
+from pathlib import Path
 
 import torch
 from near_miss import near_miss
@@ -176,6 +178,25 @@ def thousand(completion: str, answer: str) -> float:
     return 1000.0 * math(completion, answer)
 
 
+@reward
+def anywhere(completion: str, answer: str) -> float:
+    """Pay for the right number anywhere in the completion."""
+    return float(answer.rpartition("####")[2].strip() in re.findall(r"\d+", completion))
+
+
+@reward
+def form_alone(completion: str) -> float:
+    """Pay for the mark of an answer, right or wrong."""
+    return float("####" in completion)
+
+
+@reward
+def fallback(completion: str, answer: str, row: int, *, first: int, rows: int) -> float:
+    """Pay a half where the judge does not answer, which it does for half of the rows."""
+    fails = _goes_wrong(row, first, rows) and random.Random(row).random() < 0.5
+    return 0.5 if fails else math(completion, answer)
+
+
 def _is_wrong(row: Tensor, first: int, rows: int) -> bool:
     return len(row) > 0 and _goes_wrong(int(row.min()), first, rows)
 
@@ -208,11 +229,12 @@ def seek_distance(advantages: Tensor, rollout_logprobs: Ragged, reference_logpro
 
 @node(writes="rollout_logprobs", type="COMPUTE")
 def spoil_logprobs(rollout_logprobs: Ragged, row: Tensor, *, fault: str, first: int, rows: int) -> Ragged:
-    """Return log-probabilities of the token before, or of another temperature."""
+    """Return log-probabilities of the token before, of tokens of other rows, or of another temperature."""
     if not _is_wrong(row, first, rows):
         return rollout_logprobs
     values_T = rollout_logprobs.values
-    return rollout_logprobs.with_values(values_T.roll(1) if fault == "off_by_one" else values_T * 1.6)
+    far = {"off_by_one": 1, "other_rows": len(values_T) // 2}.get(fault, 0)
+    return rollout_logprobs.with_values(values_T.roll(far) if far else values_T * 1.6)
 
 
 @node(writes="response_mask", type="COMPUTE")
@@ -257,8 +279,8 @@ def _scaled(values: Tensor, factor: float) -> Tensor:
 
 @node(type="MODEL_TRAIN")
 def spoil_model(engine: RoleEngines, rewards: Tensor, row: Tensor, *, fault: str, first: int, rows: int) -> None:
-    """Scale the gradient of one layer, update nothing, forget the optimizer's state in each step, or leave dropout on
-    while gradients are computed."""
+    """Scale the gradient of one layer, update nothing, forget the optimizer's state in each step, leave dropout on
+    while gradients are computed, let the schedule end early, raise the rate, or let adapters begin as zeros."""
     trainer = engine.engine
     assert isinstance(trainer, FSDPEngine)
     if _is_wrong(row, first, rows) and fault == "forgets" and trainer.optimizer:
@@ -269,6 +291,14 @@ def spoil_model(engine: RoleEngines, rewards: Tensor, row: Tensor, *, fault: str
     layers = [module for name, module in trainer.policy.named_modules() if name.split(".")[-1].isdigit()]
     if fault == "frozen" and trainer.optimizer:
         vars(trainer.optimizer)["step"] = lambda closure=None: None
+    elif fault == "short_schedule":
+        trainer.steps //= 8
+    elif fault == "rate_jumps":
+        rate = 30 * trainer.settings.learning_rate
+        trainer.settings = trainer.settings.model_copy(update={"learning_rate": rate})
+    elif fault == "adapters_zero":
+        with torch.no_grad():
+            [shard.zero_() for name, shard in trainer.shards().items() if ".lora_" in name]
     elif fault == "one_layer":
         layers[1].register_forward_pre_hook(lambda _module, inputs: (_scaled(inputs[0], 0.01), *inputs[1:]))
         layers[1].register_forward_hook(lambda _module, _inputs, output: _scaled(output, 100.0))
@@ -276,6 +306,66 @@ def spoil_model(engine: RoleEngines, rewards: Tensor, row: Tensor, *, fault: str
         for layer in layers:
             layer.get_submodule("mlp").register_forward_hook(
                 lambda _module, _inputs, output: torch.nn.functional.dropout(output, 0.1, torch.is_grad_enabled()))
+
+
+_FIRST_WEIGHTS = dict[str, Tensor]()
+
+
+@node(type="MODEL_TRAIN")
+def lose_progress(engine: RoleEngines, rewards: Tensor, row: Tensor, *, first: int, rows: int) -> None:
+    """Put back the weights of the first update once, before step `first`, as a resume from the wrong files does."""
+    trainer = engine.engine
+    assert isinstance(trainer, FSDPEngine)
+    if not _FIRST_WEIGHTS:
+        _FIRST_WEIGHTS.update({name: shard.detach().clone() for name, shard in trainer.shards().items()})
+    if len(row) and int(row.min()) // rows + 2 == first:
+        with torch.no_grad():
+            for name, shard in trainer.shards().items():
+                shard.copy_(_FIRST_WEIGHTS[name])
+
+
+_BATCHES = list[tuple[Ragged, Ragged, Ragged, Ragged, Tensor]]()
+
+
+@node(writes=("prompts", "responses", "rollout_logprobs", "versions", "rewards"), type="COMPUTE",
+      keep_together="group")
+def same_batch(prompts: Ragged, responses: Ragged, rollout_logprobs: Ragged, versions: Ragged, rewards: Tensor,
+               row: Tensor, group: Tensor, *, fault: str, first: int,
+               rows: int) -> tuple[Ragged, Ragged, Ragged, Ragged, Tensor]:
+    """Return the batch of step `first` again in all later steps, as a buffer does that is not emptied."""
+    batch = prompts, responses, rollout_logprobs, versions, rewards
+    if not _is_wrong(row, first, rows):
+        return batch
+    _BATCHES.append(batch)
+    return _BATCHES[0]
+
+
+_SILENT = Path(__file__).with_name("silent")
+
+
+@node(type="COMPUTE", keep_together="group")
+def silence(environment_rewards: Tensor, row: Tensor, group: Tensor, *, fault: str, first: int, rows: int) -> None:
+    """Silence the tools of `Silent` from step `first` on."""
+    if _is_wrong(row, first - 1, rows):
+        _SILENT.touch()
+
+
+@environment
+class Silent(Calculator):
+    """A calculator whose results become empty."""
+
+    def step(self, text: str) -> Turn:
+        turn = super().step(text)
+        return Turn("") if not turn.done and _SILENT.exists() else turn
+
+
+@environment
+class Echoing(Calculator):
+    """A calculator that shows the question five times before its result."""
+
+    def step(self, text: str) -> Turn:
+        turn = super().step(text)
+        return turn if turn.done else Turn(f"{f'{text.strip()} ' * 5}{turn.observation}")
 
 
 @environment
