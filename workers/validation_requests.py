@@ -129,11 +129,11 @@ class ValidationRequests:
                 return
 
     def _settle(self, step: int) -> None:
-        assert self.dock is not None
         for number in [number for number, request in self.asked.items() if request.step == step]:
             del self.asked[number]
             self.channel.forget_validation(number)
             for lease, _ in self.answers.pop(number, {}).values():
+                assert self.dock is not None
                 self.dock.commit(lease)
 
 
