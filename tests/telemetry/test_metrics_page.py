@@ -11,9 +11,10 @@ import pytest
 from harness import ROOT
 
 from distflow.telemetry.metrics import RESERVED
+from workers.validation import LAG
 
-RETURNED = {"gradient/share_of_layer/NAME"}
-"""What engines return, and small runs write only if one layer has most of the gradient."""
+RETURNED = {"gradient/share_of_layer/NAME", LAG}
+"""What small runs write only if one layer has most of the gradient, or newer weights answered a validation."""
 TAKEN_OUT = {"NAMENAME", "problems/NAME", "squares/NAME"}
 """What is only computed with: of the last two, validation makes its intervals."""
 OWNERS = {"metrics", "self.metrics", "current()"}
