@@ -261,7 +261,7 @@ def _is_result(result: Any, wanted: Any) -> bool:
     if isinstance(result, dict) and isinstance(wanted, dict):
         return result.keys() == wanted.keys() and all(_is_result(result[key], wanted[key]) for key in wanted)
     near = isinstance(wanted, float) and isinstance(result, int | float) and _is_near(repr(result), repr(wanted))
-    return result == wanted or near
+    return (result == wanted or near) and isinstance(result, bool) is isinstance(wanted, bool)
 
 
 def _cases(tests: str) -> Sequence[str | _Streams | _Call]:

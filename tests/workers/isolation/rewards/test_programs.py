@@ -147,6 +147,8 @@ def test_a_function_is_called_by_its_name(tests, body, right):
     ("def f(values, by): return 1 / by", "0.3333333", 1.0), ("def f(values, by): return 1 / by", "0.33333", 0.0),
     ("def f(values, by): return 3.0", "3", 1.0), ("def f(values, by): return [3]", "3", 0.0),
     ("def f(values, by): return 3", "[3]", 0.0), ("def f(values, by): return '3'", "3", 0.0),
+    ("def f(values, by): return 1", "true", 0.0), ("def f(values, by): return [False]", "[0]", 0.0),
+    ("def f(values, by): return by == 3", "true", 1.0),
     ("def f(values, by): pass", "0", 0.0), ("def f(values, by): return float('nan')", "3", 0.0),
     ("def f(values, by): return 0 if by > 20000 else f(values, by + 1)", "0", 1.0),
     ("class Equal:\n    def __eq__(self, other): return True\ndef f(values, by): return Equal()", "3", 0.0),
