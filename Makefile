@@ -35,7 +35,7 @@ $(VENV)/installed: setup.cfg setup.py distflow/data/compiled_copies.c constraint
 	touch $@
 
 $(VENV)/dev: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e .[test,otlp,stacks,docs,loggers]
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e .[test,stacks,docs,loggers]
 	touch $@
 
 wheel: $(VENV)/installed

@@ -2,7 +2,7 @@
 
     watch    a run that goes on, on the terminal
     why      why a run is slow, stuck or dead, or what is wrong with its learning
-    report   a page of one or several runs; with --trace or --otlp what each rank of one did when
+    report   a page of one or several runs; with --trace what each rank of one did when
 """
 
 from __future__ import annotations
@@ -22,21 +22,18 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
                                                       "--trace  trace.json.gz")
     parser.add_argument("--trace", action="store_true",
                         help="instead of the page, write what each rank did when, as a trace that Perfetto shows")
-    parser.add_argument("--otlp", metavar="URL", help="send this trace to an OpenTelemetry collector, as "
-                                                      "http://127.0.0.1:4318/v1/traces")
     parser.add_argument("--steps", metavar="FIRST:LAST", type=launch.step_range,
                         help="of a trace, only these steps, as 10:14 or 10; default: all")
 
 
 def report(options: argparse.Namespace) -> int:
     folders = [Path(folder) for folder in options.runs]
-    traced = options.trace or options.otlp
-    if (traced or options.steps) and not (traced and len(folders) == 1):
+    if (options.trace or options.steps) and not (options.trace and len(folders) == 1):
         raise InvalidInput("a trace is of one run:  distflow report RUN --trace --steps 10:14")
     file = Path(options.out or (folders[0] if len(folders) == 1 else Path()) /
-                ("trace.json.gz" if traced else "report.html"))
+                ("trace.json.gz" if options.trace else "report.html"))
     try:
-        for line in _trace(folders[0], file, options) if traced else _page(folders, file):
+        for line in _trace(folders[0], file, options) if options.trace else _page(folders, file):
             print(line)
     except OSError as error:
         raise InvalidInput(f"{file} cannot be written: {error.strerror}. Name another file:  --out FILE") from None
@@ -59,9 +56,6 @@ def _trace(folder: Path, file: Path, options: argparse.Namespace) -> Iterator[st
     if not run.spans:
         asked = f"--steps {options.steps[0]}:{options.steps[-1]}: " if options.steps else ""
         raise InvalidInput(f"{asked}the run has {_range(timeline.read(folder).steps())}")
-    if options.otlp:
-        yield f"sent {perfetto.send_spans(run, options.otlp, folder.name)} spans to {options.otlp}"
-        return
     count = perfetto.write_trace(run, ettr.read(folder), file, folder)
     yield (f"wrote {file}: {count} spans of {_range(run.steps())}. Open it at https://ui.perfetto.dev, which keeps it "
            "in your browser")

@@ -33,8 +33,8 @@ _DATA_CENTRE = 50.0  # TFLOP/s
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--out", metavar="FILE", help="write the run file with its `layouts`, `groups` and `ranks`")
-    group.add_argument("--explain", action="store_true", help="what bounds each task, what would help, and a chart; "
-                       "of runs, what was measured and predicted")
+    group.add_argument("--explain", action="store_true", help="what bounds each task, what would help, weights that "
+                       "are sent and memory; of runs, what was measured and predicted")
     group.add_argument("--solver", choices=("hybrid", "ilp"),
                        help="search fast (default), or search and then prove how far from the best of the layouts "
                        "considered the plan is")
@@ -63,7 +63,7 @@ def main(options: argparse.Namespace) -> int:
     own = planned_run(spec, plan)
     lines = [*_described(spec, plan), "", "machines, in the order of ranks: " + machines_in_order(costed.problem, plan)]
     if options.explain:
-        lines += [*_explained(costed, best), *_answers(costed, best), *(known.report(options.runs) if known else ())]
+        lines += [*_explained(costed, best), *(known.report(options.runs) if known else ())]
     if known:
         lines += ["", known.against(plan, options.runs[-1])]
     if options.out:
@@ -211,25 +211,13 @@ def _runs(stages: list[str], layers: list[int]) -> Iterator[str]:
 
 
 def _explained(costed: CostedProblem, placement: Placement) -> Iterator[str]:
-    from planners.heterogeneous.explain import bounds, duration, gantt, helps, picture
+    from planners.heterogeneous.explain import bounds, duration, helps, memory_of, weight_syncs
 
     yield from ("", "what bounds each task")
     found = bounds(costed.problem, placement)
     yield from table([(bound.task, duration(bound.seconds), str(bound)) for bound in found], right=(1,))
     yield from ("", "what would help most (this placement, with twice as much)")
     yield from table([(name, f"{times:.2f}x") for name, times in helps(costed.problem, placement) if times > 1.005])
-    yield from ("", f"an iteration, {duration(placement.seconds)}", *gantt(costed, placement))
-    yield from ("", "devices by group (. idles)", *picture(costed.problem, placement))
-
-
-def _answers(costed: CostedProblem, placement: Placement) -> Iterator[str]:
-    """Yield alternatives, weights that are sent, and memory."""
-    from planners.heterogeneous.explain import alternatives, duration, memory_of, weight_syncs
-
-    yield from ("", "simple alternatives")
-    yield from table([(name, duration(seconds) if seconds < float("inf") else "does not fit",
-                       f"{seconds / placement.seconds:.2f}x" if seconds < float("inf") else "")
-                      for name, seconds in alternatives(costed, placement)])
     yield from ("", "weights that are sent in an iteration")
     rows = [(f"{sync.source} → {sync.target}", f"{sync.nbytes / 1e9:.2f} GB", duration(sync.seconds))
             for sync in weight_syncs(costed, placement)]

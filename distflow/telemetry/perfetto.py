@@ -1,4 +1,4 @@
-"""Exports a timeline: as a Chrome trace, which Perfetto (ui.perfetto.dev) opens, or to an OpenTelemetry collector.
+"""Exports a timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) opens.
 
 A rank is a process with a thread for each track; where spans of a track overlap it has several. An arrow leads from a
 publication of weights to each pull of it. Events of the run, such as failures, are marks over all ranks. Steps that
@@ -11,20 +11,15 @@ import gzip
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from distflow.errors import InvalidInput
 from distflow.telemetry import timeline
 from distflow.telemetry.profiles import profiled_events
 from distflow.telemetry.timeline import MAIN, WEIGHTS, RunTimeline, Span
 
-if TYPE_CHECKING:
-    from opentelemetry.trace import Tracer
-
 _TRACKS = (MAIN, timeline.TRANSFERS, timeline.PROMPTS, timeline.ROWS, timeline.TOOLS, WEIGHTS, timeline.CHECKPOINTS)
 _MANY = (timeline.ROWS, timeline.TOOLS)
 _THREADS = 1000  # most threads of a track
-_BATCH, _TIMEOUT = 1000, 5.0  # spans of a request to a collector, and seconds for it
 _MARKS = {"worker_started", "worker_ended", "worker_ready", "failure", "fault_injected", "left_out",
           "settings_changed", "state_restored", "reward_failed", "environment_failed",
           "weights_source_lost", "weights_late", "lease_lost"}
@@ -95,38 +90,3 @@ def _marks(events: Iterable[Event], zero: float) -> Iterator[Event]:
 
 def _microseconds(seconds: float) -> float:
     return round(1e6 * seconds, 1)
-
-
-def send_spans(run: RunTimeline, endpoint: str, name: str) -> int:
-    """Send the spans to an OpenTelemetry collector by OTLP over HTTP, and return their number. `endpoint`: such as
-    http://127.0.0.1:4318/v1/traces; `name`: the service's, by which the collector shows them. Raises InvalidInput:
-    opentelemetry is not installed, or the collector does not take them."""
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
-        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-    except ImportError as error:
-        raise InvalidInput("spans are sent by packages that are not installed. Install them:  pip install "
-                           "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http") from error
-    made, exporter = InMemorySpanExporter(), OTLPSpanExporter(endpoint, timeout=_TIMEOUT)
-    for rank in sorted({span.rank for span in run.spans}):
-        resource = Resource.create({"service.name": name, "service.instance.id": f"rank {rank}"})
-        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        provider.add_span_processor(SimpleSpanProcessor(made))
-        _replay(provider.get_tracer("distflow"), [span for span in run.spans if span.rank == rank])
-    spans = made.get_finished_spans()
-    for first in range(0, len(spans), _BATCH):
-        if exporter.export(spans[first : first + _BATCH]) != SpanExportResult.SUCCESS:
-            raise InvalidInput(f"{endpoint} does not take spans. Is an OpenTelemetry collector there?")
-    return len(run.spans)
-
-
-def _replay(tracer: Tracer, spans: list[Span]) -> None:
-    for span in spans:
-        facts = {key: value if isinstance(value, int | float | str) else json.dumps(value)
-                 for key, value in span.facts.items() if value is not None}
-        begun = tracer.start_span(span.name or "between activities", start_time=round(span.start * 1e9),
-                                  attributes={"step": span.step, "track": span.track or "activity", **facts})
-        begun.end(round(span.end * 1e9))

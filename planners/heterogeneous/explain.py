@@ -1,4 +1,4 @@
-"""Explains a placement: bounds of tasks, what would help, why a task fits nowhere, alternatives, weights, memory.
+"""Explains a placement: bounds of tasks, what would help, why a task fits nowhere, weights that are sent, memory.
 
 A resource bounds a layout as far as the layout would be faster with twice as much of it: the same layout is costed
 again, rebalanced, on hardware that is twice as good in one respect.
@@ -6,18 +6,13 @@ again, rebalanced, on hardware that is twice as good in one respect.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from distflow.errors import Diagnostic
 from planners.heterogeneous.layouts import CostedProblem, blocks_of, slices_of, strategies
-from planners.heterogeneous.placed_plan import ranks_of
 from planners.heterogeneous.problem import (
     TRAIN,
-    DeviceGroup,
-    Freedom,
     Hardware,
     NetworkLink,
     Placement,
@@ -26,7 +21,6 @@ from planners.heterogeneous.problem import (
     groups_of,
     turns_of,
 )
-from planners.heterogeneous.search import search
 
 _GIB = 2**30
 
@@ -72,10 +66,6 @@ def duration(seconds: float) -> str:
 
 
 _STARTS = "speed of starting kernels"
-_WIDTH = 60  # characters of a chart
-_MARKS = "123456789abcdefghijklmnopqrstuvwxyz"
-
-
 @dataclass(frozen=True)
 class Bound:
     """Seconds that a task would save with twice as much of each resource, most first."""
@@ -149,71 +139,6 @@ def _again(problem: Problem, placement: Placement) -> Placement:
         for number, layout in enumerate(placement.layouts)))
     assert found is not None, "what had room has room with more"
     return found
-
-
-def timeline(costed: CostedProblem, placement: Placement) -> list[tuple[float, float]]:
-    """Return when each task starts and the seconds that it takes: in mode async in its part of the group's period."""
-    problem = costed.problem
-    durations = [layout.takes(turns) for layout, turns in zip(placement.layouts, turns_of(problem, placement.grouping))]
-    starts = costed.objective.starts(placement.grouping, durations, [layout.sites for layout in placement.layouts])
-    if problem.has_samplers:
-        starts = [sum(durations[other] for other in group if other < task) for task in range(len(durations))
-                  for group in placement.grouping if task in group]
-    return list(zip(starts, durations))
-
-
-def gantt(costed: CostedProblem, placement: Placement) -> Iterator[str]:
-    """Yield a line for each task with its bar in time."""
-    problem, times = costed.problem, timeline(costed, placement)
-    scale, width = _WIDTH / placement.seconds, max(len(task.name) for task in problem.tasks)
-    for index, group in enumerate(placement.grouping, 1):
-        for task in group:
-            start, seconds = times[task]
-            bar = " " * min(_WIDTH - 1, int(start * scale)) + "█" * max(1, round(seconds * scale))
-            name, chart = problem.tasks[task].name, f"{bar[:_WIDTH]:{_WIDTH}}"
-            yield f"  group {index}  {name:{width}}  |{chart}| {duration(seconds)}"
-
-
-def owners(problem: Problem, placement: Placement) -> list[int | None]:
-    found: list[int | None] = [None] * sum(problem.hardware.all)
-    for group, ranks in enumerate(ranks_of(problem, placement.subsets)):
-        for rank in ranks:
-            found[rank] = group
-    return found
-
-
-def picture(problem: Problem, placement: Placement) -> Iterator[str]:
-    """Yield a line for each kind of machine: a character for each device, its group's number or a point if it idles."""
-    device_groups, ranks = problem.hardware.device_groups, iter(owners(problem, placement))
-    width = max(len(_label(device_group)) for device_group in device_groups)
-    for device_group in device_groups:
-        machines = ["".join("." if group is None else _MARKS[group] for group in islice(ranks, device_group.each))
-                    for _ in range(device_group.machines)]
-        yield f"  {_label(device_group):{width}}  {' '.join(machines)}"
-
-
-def _label(device_group: DeviceGroup) -> str:
-    return f"{device_group.name} ({device_group.kind}, {device_group.zone})"
-
-
-_BUDGET = 500
-"""Layouts and placements that the search for an alternative looks at."""
-
-
-def alternatives(costed: CostedProblem, placement: Placement) -> Iterator[tuple[str, float]]:
-    """Yield simple alternatives and their seconds; infinite where one fits no memory."""
-    problem, tasks = costed.problem, range(len(costed.problem.tasks))
-    together = costed.placement((tuple(tasks),), (problem.hardware.all,))
-    yield "all tasks in one group", together.seconds if together else math.inf
-    if len(tasks) > 1:
-        apart = replace(problem, freedom=replace(problem.freedom, groupings=(tuple((task,) for task in tasks),)))
-        found = [progress.placement for progress in search(apart, budget=_BUDGET) if progress.placement]
-        yield "each task in a group of its own", found[-1].seconds if found else math.inf
-    even = CostedProblem(replace(problem, freedom=Freedom(balance=False)))
-    equal = even.placed(placement.grouping, placement.subsets, (
-        even.costs.layout(number, layout.strategy, layout.arrangement)
-        for number, layout in enumerate(placement.layouts)))
-    yield "this placement with equal shares", equal.seconds if equal else math.inf
 
 
 @dataclass(frozen=True)

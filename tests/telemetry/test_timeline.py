@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import serving
 
 from distflow.cli import main
-from distflow.errors import InvalidInput
-from distflow.telemetry import perfetto, timeline
+from distflow.telemetry import timeline
 from distflow.telemetry.timeline import Timeline
 
 
@@ -137,42 +134,6 @@ def test_mistakes_are_told(folder, capsys) -> None:
             main(["report", "--trace", str(folder), "--steps", steps])
         assert ended.value.code == 2
         assert f"argument --steps: `{steps}` names no steps" in capsys.readouterr().err
-
-
-def test_a_collector_gets_the_spans_with_their_own_times(folder) -> None:
-    message = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    write_lines(folder, 0, "one", 1000.0, [["", "sampling", 4, 0.5, 2.0, {"phase": "generating"}]])
-    write_lines(folder, 1, "one", 1000.0, [["transfers", "a → b", 4, 1.0, 0.25, {"bytes": 9, "columns": ["x"]}]])
-    bodies: list[bytes] = []
-
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            bodies.append(gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body)
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None: ...
-
-    with serving(HTTPServer(("127.0.0.1", 0), Collector)) as server:
-        sent = perfetto.send_spans(timeline.read(folder), f"http://127.0.0.1:{server.server_port}/v1/traces", "run")
-    assert sent == 2
-    requests = [message.ExportTraceServiceRequest.FromString(body) for body in bodies]
-    spans = {span.name: span for request in requests for resource in request.resource_spans
-             for scope in resource.scope_spans for span in scope.spans}
-    assert (spans["sampling"].start_time_unix_nano, spans["sampling"].end_time_unix_nano) == (1000.5e9, 1002.5e9)
-    assert {each.key for each in spans["a → b"].attributes} == {"step", "track", "bytes", "columns"}
-
-
-@pytest.mark.run
-def test_a_collector_that_is_not_there_is_named(folder) -> None:
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    write_lines(folder, 0, "one", 1000.0, [["", "sampling", 4, 0.5, 2.0, {}]])
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
-        port = server.server_port
-    with pytest.raises(InvalidInput, match="does not take spans"):
-        perfetto.send_spans(timeline.read(folder), f"http://127.0.0.1:{port}/v1/traces", "run")
 
 
 @pytest.mark.parametrize("mode", [(), ("mode=async", "groups.rollout=1")], ids=["sync", "async"])

@@ -1,8 +1,7 @@
-"""What `--explain` says of a placement: alternatives, weights and memory."""
+"""What `--explain` says of a placement: weights and memory."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from distflow.config.load import load
 from distflow.config.spec import Spec
 from planners.heterogeneous.efficiency import BETWEEN
 from planners.heterogeneous.explain import (
-    alternatives,
     memory_of,
     weight_syncs,
 )
@@ -39,18 +37,6 @@ def spec_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def placed(spec: Spec):
     costed = CostedProblem(problem_of(spec))
     return costed, runnable(spec, costed)
-
-
-def test_alternatives_are_costed_by_the_same_model(spec_of):
-    costed, placement = placed(spec_of())
-    found = dict(alternatives(costed, placement))
-    assert [*found] == ["all tasks in one group", "each task in a group of its own",
-                        "this placement with equal shares"]
-    assert found["this placement with equal shares"] > 1.2 * placement.seconds, "a slow machine has as many rows"
-    together = costed.placement((tuple(range(len(costed.problem.tasks))),), (costed.problem.hardware.all,))
-    assert found["all tasks in one group"] == together.seconds
-    assert together.seconds <= placement.seconds * (1 + 1e-9), "rounded"
-    assert placement.seconds < found["each task in a group of its own"] < math.inf
 
 
 def test_weights_and_memory(spec_of):

@@ -36,8 +36,8 @@ def test_a_placement_is_explained_and_written_as_a_run_file(plan: Callable, tmp_
     code, printed, _ = plan("--place", "--within", "0.9", "--out", str(out), "--explain")
     assert code == 0
     for part in ("a prediction of the cost model, not a measurement", "an iteration: ", "what bounds each task",
-                 "what would help most", "devices by group (. idles)", "hopper (h200, zone)", "█",
-                 "machines, in the order of ranks: ", "simple alternatives", "update → rollout",
+                 "what would help most", "weights that are sent", "memory of the fullest device",
+                 "machines, in the order of ranks: ", "update → rollout",
                  f"distflow run grpo --run {out}"):
         assert part in printed
     said = yaml.safe_load(out.read_text())
