@@ -35,7 +35,7 @@ class Hub(ThreadingHTTPServer):
 
 @contextlib.contextmanager
 def serving(hub: Hub) -> Iterator[Hub]:
-    threading.Thread(target=hub.serve_forever, daemon=True).start()
+    threading.Thread(target=hub.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield hub
     finally:

@@ -1,4 +1,5 @@
-"""A process that has torch and transformers loaded, and forks the ranks of runs: what takes seconds is done once.
+"""A process that has torch and transformers loaded, and forks the ranks of runs: what takes seconds is done once. It
+forks the command line too, with torchrun and the ranks that this starts (`warm.py`).
 
 A rank is a process of its own with the environment that torchrun gives, in which `launch.py` runs as a script; nothing
 of distflow is loaded before. As torchrun does, its parent holds the store, and ends the others when one fails. What
@@ -11,8 +12,6 @@ import atexit
 import contextlib
 import json
 import os
-import random
-import runpy
 import select
 import signal
 import socket
@@ -21,14 +20,15 @@ import sys
 import tempfile
 from pathlib import Path
 from subprocess import TimeoutExpired
-from typing import IO, Any
+from typing import IO, Any, NoReturn
+
+from warm import become
 
 SCRIPT = Path(__file__).resolve().parents[1] / "distflow" / "launch.py"
 _GRACE = 30.0
 """Seconds that the others have to leave when a rank has failed, as with torchrun."""
 _LONGEST = 1 << 20
 """Bytes of a job, with its environment."""
-_OURS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 
 
 class ReadyRun:
@@ -50,6 +50,10 @@ class ReadyRun:
                 raise TimeoutExpired("a run", timeout or 0.0)
             self.returncode = json.loads(self.status.recv(100))
         return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End all its processes at once."""
@@ -74,8 +78,20 @@ class Ready:
         descriptors. Its exit code is 1 if any rank's is not 0."""
         from harness import with_settings  # not where ranks are forked
 
-        job = {"ranks": ranks, "arguments": with_settings(arguments), "folder": str(folder),
-               "environment": environment}
+        return self._start(out, err, ranks=ranks, line=[str(SCRIPT), *with_settings(arguments)], folder=str(folder),
+                           environment=environment)
+
+    def command(self, *line: str, folder: Path, environment: dict[str, str]) -> ReadyRun:
+        """Begin `python LINE` in a folder; `stdout` has all that it says."""
+        said, theirs = os.pipe()
+        try:
+            run = self._start(theirs, theirs, ranks=0, line=line, folder=str(folder), environment=environment)
+        finally:
+            os.close(theirs)
+        run.stdout = os.fdopen(said, errors="replace")
+        return run
+
+    def _start(self, out: int, err: int, **job: Any) -> ReadyRun:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             socket.send_fds(self.line, [json.dumps(job).encode()], [out, err, theirs.fileno()])
@@ -116,6 +132,7 @@ def load() -> None:
     import torch.distributed.checkpoint
     import torch.distributed.device_mesh
     import torch.distributed.fsdp
+    import torch.distributed.run
     import torch.distributed.tensor.parallel
     import torch.nn.attention.varlen
     import torch.utils.checkpoint
@@ -142,9 +159,10 @@ def serve(line: socket.socket) -> None:
     """Jobs until the tests are over. A rank leaves by the `SystemExit` of its script, as any process does."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        job, (*outputs, status), _, _ = socket.recv_fds(line, _LONGEST, 3)
+        job, descriptors, _, _ = socket.recv_fds(line, _LONGEST, 3)
         if not job:
             return
+        *outputs, status = descriptors
         if not os.fork():
             line.close()
             watch(json.loads(job), outputs, socket.socket(fileno=status))
@@ -166,23 +184,27 @@ def watch(job: dict[str, Any], outputs: list[int], status: socket.socket) -> Non
     os._exit(0)
 
 
-def attend(job: dict[str, Any], outputs: list[int]) -> None:
-    """Fork the ranks into a process group of their own, wait for them, and exit."""
+def attend(job: dict[str, Any], outputs: list[int]) -> NoReturn:
+    """Be the job's command, or fork its ranks, wait for them, and exit; in a process group of its own."""
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, descriptor in enumerate((nothing, *outputs)):
         os.dup2(descriptor, number)
     for descriptor in {nothing, *outputs} - {0, 1, 2}:
         os.close(descriptor)
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115 - as Python begins
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    os.chdir(job["folder"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    if not job["ranks"]:
+        become(job["line"])
     listening = socket.create_server(("127.0.0.1", 0))
     address, ranks = listening.getsockname(), []
     for rank in range(job["ranks"]):
         process = os.fork()
         if not process:
             listening.close()
-            become(rank, address, job)
+            os.environ.update(places(rank, job["ranks"], address))
+            become(job["line"])
         ranks.append(process)
     import torch.distributed as dist
 
@@ -192,29 +214,13 @@ def attend(job: dict[str, Any], outputs: list[int]) -> None:
     os._exit(0 if good else 1)
 
 
-def become(rank: int, address: tuple[str, int], job: dict[str, Any]) -> None:
-    """Run the script as this rank. Does not return."""
-    os.environ.clear()
-    ranks = str(job["ranks"])
-    places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank), "WORLD_SIZE": ranks,
-              "LOCAL_WORLD_SIZE": ranks, "ROLE_WORLD_SIZE": ranks, "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
-              "ROLE_NAME": "default", "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1]),
-              "TORCHELASTIC_RUN_ID": "ready", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
-              "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ.update(job["environment"] | places)
-    os.chdir(job["folder"])
-    sys.argv = [str(SCRIPT), *job["arguments"]]
-    sys.path[:] = [str(SCRIPT.parent), *search_path()]
-    random.seed()
-    runpy.run_path(str(SCRIPT), run_name="__main__")
-    sys.exit()
-
-
-def search_path() -> list[str]:
-    """Where a script finds modules beside its own folder: PYTHONPATH may be another than ours."""
-    given = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-    ours = {str(Path(__file__).parent), *filter(None, _OURS)}
-    return given + [place for place in sys.path if place not in ours]
+def places(rank: int, ranks: int, address: tuple[str, int]) -> dict[str, str]:
+    """What torchrun tells a rank of a machine by variables."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank), "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks), "ROLE_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default", "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1]),
+            "TORCHELASTIC_RUN_ID": "ready", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def wait_for(ranks: list[int]) -> bool:

@@ -16,7 +16,7 @@ Served = TypeVar("Served", bound=BaseServer)
 @contextlib.contextmanager
 def serving(server: Served) -> Iterator[Served]:
     with server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield server

@@ -8,14 +8,14 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from harness import ROOT, command, environment, events_of, lines_of
+from ready import ReadyRun
 
 from distflow.cli import main
 from distflow.telemetry.processes import descendants
@@ -40,24 +40,27 @@ def plural(completions: str, answers):
 
 
 @pytest.fixture
-def distflow(workspace) -> Iterator:
-    """Start the command in the workspace."""
+def python(workspace, ready) -> Iterator:
+    """Start `python LINE` in the workspace."""
     started = []
 
-    def start(*arguments: str) -> subprocess.Popen:
-        line = [sys.executable, "-m", "distflow.cli", *arguments]
-        started.append(subprocess.Popen(line, cwd=workspace, env=environment(), text=True, stdout=subprocess.PIPE,
-                                        stderr=subprocess.STDOUT))
+    def start(*line: str, **variables: str) -> ReadyRun:
+        started.append(ready.command(*line, folder=workspace, environment=environment() | variables))
         return started[-1]
 
     yield start
     for each in started:
         each.kill()
-        each.wait()
         each.stdout.close()
 
 
-def until_step(run: subprocess.Popen, least: int) -> None:
+@pytest.fixture
+def distflow(python):
+    """Start the command in the workspace."""
+    return partial(python, "-m", "distflow.cli")
+
+
+def until_step(run: ReadyRun, least: int) -> None:
     """Read until a step of at least this number is shown: a long run shows each tenth one."""
     said = []
     for line in run.stdout:
@@ -75,6 +78,7 @@ def still_alive(processes: set[int], seconds: float = 90.0) -> set[int]:
     return left
 
 
+@pytest.mark.smoke
 def test_a_run_that_is_told_to_end_keeps_its_step_and_goes_on(distflow, workspace, monkeypatch, capsys):
     run, folder = distflow(*RUN, *LONG, "--name", "told"), workspace / "runs/told"
     until_step(run, 2)
@@ -136,6 +140,7 @@ def late(completions):
 """Its second call lasts for a second longer than until the run is told to end."""
 
 
+@pytest.mark.smoke
 def test_a_run_that_is_told_to_end_in_its_last_step_has_ended_well(distflow, workspace):
     (workspace / "late_reward.py").write_text(LATE)
     run = distflow(*RUN, "--name", "whole", "--set", "steps=2", "--set", "imports=[late_reward]",
@@ -149,24 +154,18 @@ def test_a_run_that_is_told_to_end_in_its_last_step_has_ended_well(distflow, wor
     assert (workspace / "runs/whole/summary.json").is_file()
 
 
-def test_a_signal_to_all_processes_at_once_leaves_a_checkpoint_too(workspace):
+@pytest.mark.smoke
+def test_a_signal_to_all_processes_at_once_leaves_a_checkpoint_too(python, workspace):
     """As scancel and a container's stop send it."""
-    line = command(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "told", *LONG)
-    run = subprocess.Popen(line, cwd=workspace, env=environment(), text=True, stdout=subprocess.PIPE,
-                           stderr=subprocess.STDOUT)
-    try:
-        until_step(run, 2)
-        processes = descendants(run.pid)
-        for process in (run.pid, *processes):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGTERM)
-        said = run.stdout.read()
-        assert "runs/told was stopped after step" in said
-        assert still_alive(processes) == set()
-    finally:
-        run.kill()
-        run.wait()
-        run.stdout.close()
+    run = python(*command(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "told", *LONG)[1:])
+    until_step(run, 2)
+    processes = descendants(run.pid)
+    for process in (run.pid, *processes):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGTERM)
+    said = run.stdout.read()
+    assert "runs/told was stopped after step" in said
+    assert still_alive(processes) == set()
     metrics = (workspace / "runs/told/metrics.jsonl").read_text().splitlines()
     newest = max(folder.name for folder in (workspace / "runs/told/checkpoints").iterdir())
     assert newest == f"step-{json.loads(metrics[-1])['step']:08d}", said
@@ -190,6 +189,7 @@ def test_nothing_trains_on_when_the_command_is_killed(distflow):
     assert still_alive(processes) == set()
 
 
+@pytest.mark.smoke
 def test_the_reason_is_the_last_thing_on_the_screen(distflow, workspace):
     (workspace / "wrong.py").write_text(WRONG)
     run = distflow(*RUN, "--set", "nodes.advantage.function=wrong:one_number")
@@ -213,27 +213,17 @@ def test_a_reward_of_one_sample_or_of_all(workspace, monkeypatch, capsys):
 
 @pytest.mark.run
 @pytest.mark.parametrize("told", [0, 1])
-def test_one_machine_that_is_told_to_end_ends_the_run_on_all(workspace, told):
+def test_one_machine_that_is_told_to_end_ends_the_run_on_all(python, workspace, told):
     """As where a pod's machine is drained. Each machine is a torchrun of its own."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     several = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--nproc-per-node", "1"]
     run = [str(ROOT / "distflow/launch.py"), "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "told", *LONG]
-    torchruns = []
-    try:
-        for rank in range(2):
-            line = [sys.executable, "-m", "torch.distributed.run", "--node-rank", str(rank), *several, *run]
-            torchruns.append(subprocess.Popen(line, cwd=workspace, text=True, stdout=subprocess.PIPE,
-                                              stderr=subprocess.STDOUT,
-                                              env=environment() | {"DISTFLOW_HOST": "127.0.0.1"}))
-        until_step(torchruns[0], 10)
-        torchruns[told].send_signal(signal.SIGTERM)
-        said = torchruns[0].stdout.read()
-        assert [each.wait(90) != 0 for each in torchruns] == [True, True]
-    finally:
-        for each in torchruns:
-            each.kill()
-            each.wait()
-            each.stdout.close()
+    torchruns = [python("-m", "torch.distributed.run", "--node-rank", str(rank), *several, *run,
+                        DISTFLOW_HOST="127.0.0.1") for rank in range(2)]
+    until_step(torchruns[0], 10)
+    torchruns[told].send_signal(signal.SIGTERM)
+    said = torchruns[0].stdout.read()
+    assert [each.wait(90) != 0 for each in torchruns] == [True, True]
     step = len((workspace / "runs/told/metrics.jsonl").read_text().splitlines())
     assert f"runs/told was stopped after step {step}; its checkpoint of step {step} is kept" in said
