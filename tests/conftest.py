@@ -6,6 +6,7 @@ marked `smoke` too; `make test-all` leaves out none.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -45,6 +46,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     runs = Counter(item.path for item in items if item.get_closest_marker("run"))
     # Files with most whole runs come first, since they take minutes; or behind all others, where some may be left out.
     items.sort(key=lambda item: (bool(MINUTES) and item.path in runs, -runs[item.path]))
+
+
+def pytest_collection() -> None:
+    gc.disable()  # what is imported stays: looking through it for cycles takes a second, each time
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
