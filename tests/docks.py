@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -17,12 +17,12 @@ UPDATE = Consumer("update", ("tokens", "rewards"))
 
 
 @pytest.fixture
-def token() -> bytes:
+def token():
     return secrets.token_bytes(32)
 
 
 @pytest.fixture
-def dock(token: bytes) -> Iterator[Callable[..., DockClient]]:
+def dock(token):
     """`dock(shards, consumers)`: a client of a new dock; `dock.services` are its parts."""
     opened: list[StorageShardServer | DockClient] = []
 

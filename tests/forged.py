@@ -6,8 +6,6 @@ import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +23,7 @@ def _memory(name: str, size: int = _SIZE, seals: int = fcntl.F_SEAL_SHRINK) -> t
 
 
 @pytest.fixture
-def forged(tmp_path: Path) -> Iterator[Callable[[str], list[MemoryAddress]]]:
+def forged(tmp_path):
     """`forged(name)`: addresses of what is not the memory of that name. None of it may have changed at the end."""
     victim, opened = tmp_path / "of another process", list[int]()
     victim.write_bytes(bytes(_SIZE))

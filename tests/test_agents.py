@@ -1,7 +1,5 @@
 """A whole run whose rollouts are agents with a client of OpenAI, good and hostile ones."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

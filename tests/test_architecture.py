@@ -195,7 +195,7 @@ def pickles(module: str, tree: ast.Module) -> Iterator[str]:
     (function_budget, OURS), (broad_excepts, OURS), (names, OURS), (pickles, OURS),
     (modes, ("planners", "workers")),
 ], ids=lambda value: getattr(value, "__name__", "in"))
-def test_rule(rule: Rule, folders: tuple[str, ...]) -> None:
+def test_rule(rule, folders):
     assert not broken(rule, sources(*folders))
 
 
@@ -220,29 +220,29 @@ def test_rule(rule: Rule, folders: tuple[str, ...]) -> None:
     (pickles, "workers.x", "torch.load(path, weights_only=False)"),
     (pickles, "workers.x", "dist.all_gather_object(out, value)"),
 ])
-def test_rule_can_fail(rule: Rule, module: str, text: str) -> None:
+def test_rule_can_fail(rule, module, text):
     assert broken(rule, {module: text})
 
 
-def test_failures_are_contained_where_users_code_runs() -> None:
+def test_failures_are_contained_where_users_code_runs():
     """Elsewhere it would be a broad `except` by another name."""
     users = {module for module, text in sources(*OURS).items()
              if any(name == "workers.isolation.user_code.guarded" for name, _ in imports(parsed(text)))}
     assert users == {"workers.isolation.rewards_worker", "workers.isolation.env_worker", "workers.isolation.child"}
 
 
-def test_every_module_has_a_floor() -> None:
+def test_every_module_has_a_floor():
     """A new folder must be given its place."""
     rooms = {name: floor for name, floor in FLOORS.items() if name != "distflow"}
     assert [module for module in sources(*OURS) if level(module, rooms) is None] == ["distflow"]
 
 
-def test_files_fit_their_budget() -> None:
+def test_files_fit_their_budget():
     lengths = {module: len(text.splitlines()) for module, text in sources(*OURS).items()}
     assert {module: count for module, count in lengths.items() if count > FILE_LINES} == {}
 
 
-def test_light_modules_import_nothing_heavy() -> None:
+def test_light_modules_import_nothing_heavy():
     """Help, validation and planning answer at once."""
     modules = [*sources("distflow/config", "distflow/contracts", "planners", "distflow/cli"), "distflow",
                "distflow.launch",
@@ -259,7 +259,7 @@ DAGS = sorted((ROOT / "dags").glob("*.yaml"), key=lambda path: path.name)
 
 
 @pytest.mark.parametrize("path", DAGS, ids=lambda path: path.stem)
-def test_shipped_dags_are_short_and_plan_without_mistakes(path: Path) -> None:
+def test_shipped_dags_are_short_and_plan_without_mistakes(path):
     assert len(path.read_text().splitlines()) <= DAG_LINES
     own = ROOT / f"dags/runs/embedded_{path.stem}.yaml"
     for ranks in (1, 2, 4):
@@ -267,12 +267,12 @@ def test_shipped_dags_are_short_and_plan_without_mistakes(path: Path) -> None:
         assert {task.layout.dp for task in made.tasks} == {ranks}
 
 
-def test_the_default_run_and_its_plan_fit_each_other() -> None:
+def test_the_default_run_and_its_plan_fit_each_other():
     assert [path.stem for path in DAGS]
     assert plan(load("grpo.yaml"), 2).tasks[0].node == "rollout"
 
 
-def test_no_class_has_the_name_of_another() -> None:
+def test_no_class_has_the_name_of_another():
     homes: dict[str, list[str]] = {}
     for module, text in sources(*OURS).items():
         for item in ast.walk(parsed(text)):
@@ -295,19 +295,19 @@ def import_graph() -> networkx.DiGraph:
     return graph
 
 
-def test_no_modules_import_each_other() -> None:
+def test_no_modules_import_each_other():
     circles = networkx.strongly_connected_components(import_graph())
     assert [sorted(circle) for circle in circles if len(circle) > 1] == []
 
 
-def test_the_face_leads_to_no_worker_and_no_launcher() -> None:
+def test_the_face_leads_to_no_worker_and_no_launcher():
     """`distflow.run` starts processes: those import what they need."""
     reached = networkx.descendants(import_graph(), FACE)
     assert {module for module in reached if module.split(".")[0] == "workers" or module == "distflow.launch"
             or module.startswith("distflow.cli")} == set()
 
 
-def test_few_modules_import_those_that_stand_alone_in_workers() -> None:
+def test_few_modules_import_those_that_stand_alone_in_workers():
     """Engines, functions and isolation are packages; what stands beside them is what a newcomer reads first."""
     graph = import_graph()
     arrows = [(module, other) for module, other in graph.edges if module.startswith("workers.")
@@ -315,7 +315,7 @@ def test_few_modules_import_those_that_stand_alone_in_workers() -> None:
     assert len(arrows) <= 65
 
 
-def test_kinds_stay_few() -> None:
+def test_kinds_stay_few():
     """A feature that adds one takes one away: `python -m tests.house` prints them."""
     gone = [symbol for symbols in house.KINDS.values() for symbol in symbols if not house.exists(symbol)]
     assert not gone, f"take {gone} out of KINDS"
@@ -324,7 +324,7 @@ def test_kinds_stay_few() -> None:
     assert {name: count for name, count in counts.items() if count > house.MOST[name]} == {}
 
 
-def test_a_sliver_is_part_of_the_one_that_imports_it() -> None:
+def test_a_sliver_is_part_of_the_one_that_imports_it():
     """A module below 80 lines with one importer belongs into it, unless a reader would look for it by its name."""
     graph, texts = import_graph(), sources(*OURS)
     slivers = {module for module, text in texts.items() if 1 < len(text.splitlines()) < 80

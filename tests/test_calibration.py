@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,13 @@ links: {zone: {gb_s: 1, latency_us: 50}}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     """Where the runs of this module lie."""
     return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture
-def run(launch: Callable, workspace: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(launch, workspace, made, monkeypatch):
     """A run of six steps on two ranks, made once; this process stands where it was started."""
     monkeypatch.chdir(workspace)
     monkeypatch.syspath_prepend(str(workspace))
@@ -42,7 +41,7 @@ def run(launch: Callable, workspace: Path, made: Path, monkeypatch: pytest.Monke
     return Path("runs/run")
 
 
-def test_every_rank_says_what_each_node_took(run: Path) -> None:
+def test_every_rank_says_what_each_node_took(run):
     lines = lines_of(run / "times.jsonl")
     assert sorted((line["step"], line["rank"]) for line in lines) == [(step, rank) for step in range(1, 7)
                                                                       for rank in range(2)]
@@ -54,7 +53,7 @@ def test_every_rank_says_what_each_node_took(run: Path) -> None:
         assert sum(prompt) == 8 * sum(read) > sum(rows)
 
 
-def test_a_plan_learns_from_a_run_and_is_a_run_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_learns_from_a_run_and_is_a_run_file(run, capsys):
     assert main(["plan", "--from", str(run), "--out", "placed.yaml", "--explain"]) == 0
     printed = capsys.readouterr().out
     assert "runs/run: seconds measured, and predicted before and after calibration" in printed
@@ -84,7 +83,7 @@ def _slow(run: Path, times: float) -> None:
     (run / "times.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_a_plan_from_a_run_is_compared_with_its_placement(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_from_a_run_is_compared_with_its_placement(run, capsys):
     """The run's devices are of two types, of which one turns out to be slow."""
     unlike = CLUSTER.replace("there: {device: core,", "there: {device: other,").replace(
         "devices: {core:", "devices: {other: {tflops: {float32: 0.05}, memory_gib: 4, memory_gb_s: 10}, core:")
@@ -99,7 +98,7 @@ def test_a_plan_from_a_run_is_compared_with_its_placement(run: Path, capsys: pyt
     assert here > 2 * there
 
 
-def test_a_run_that_goes_on_is_read_as_far_as_it_has_come(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_goes_on_is_read_as_far_as_it_has_come(run, capsys):
     lines = (run / "times.jsonl").read_text().splitlines(keepends=True)
     (run / "times.jsonl").write_text("".join(lines[:-2]) + lines[-2][:30])
     (run / "summary.json").unlink()
@@ -107,7 +106,7 @@ def test_a_run_that_goes_on_is_read_as_far_as_it_has_come(run: Path, capsys: pyt
     assert "best plan found" in capsys.readouterr().out
 
 
-def test_a_run_of_other_machines_calibrates_a_plan_here(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_other_machines_calibrates_a_plan_here(run, capsys):
     """Its data is not here: a note, of a plan from it and of the run file that says it."""
     settings = yaml.safe_load((run / "run.yaml").read_text())
     settings["data"]["train"] = {"/cluster/train.jsonl": 1.0}
@@ -145,8 +144,7 @@ def _homeless(run: Path) -> None:
     (_async, ("--from", "runs/run"), "runs/run is a run in mode async"),
     (_homeless, ("--from", "runs/run"), "add  --cluster machines.yaml"),
 ])
-def test_bad_input(run: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], None] | None,
-                   arguments: tuple[str, ...], says: str) -> None:
+def test_bad_input(run, capsys, change, arguments, says):
     if change:
         change(run)
     assert main(["plan", *arguments]) == 2

@@ -41,7 +41,7 @@ def write_records(file: Path, **record: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A new user's folder, with the files that the pages name."""
     place = tmp_path_factory.mktemp("user")
     for name in ("path/to/model", "path/to/Qwen3-0.6B", "path/to/Qwen3-8B", "runs/demo-sft-1/model", "runs/warm/model"):
@@ -72,7 +72,7 @@ def called_here(line: str) -> bool:
 
 
 @pytest.mark.parametrize("line", filter(called_here, COMMANDS))
-def test_every_command_does_what_it_says(line: str, folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_every_command_does_what_it_says(line, folder, tmp_path, monkeypatch, capsys):
     """`run` goes as far as the start of torchrun."""
     place = tmp_path / "user"
     shutil.copytree(folder, place)

@@ -24,7 +24,7 @@ def write_pairs(folder: Path) -> None:
 
 
 @pytest.fixture
-def pairs(workspace: Path) -> Path:
+def pairs(workspace):
     write_pairs(workspace)
     return workspace
 

@@ -1,8 +1,6 @@
 """A run on what datasets really have: several files, chat messages, numbers as answers, an empty question, and texts
 that end."""
 
-from __future__ import annotations
-
 import json
 
 from harness import events_of, lines_of, metrics_of

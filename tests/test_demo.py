@@ -1,7 +1,5 @@
 """What the demonstration says when it has ended, of a run that has really validated."""
 
-from __future__ import annotations
-
 from harness import ROOT, lines_of
 
 

@@ -1,7 +1,5 @@
 """docs/run_file.md is what the schema says, and the schema says something about each key."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

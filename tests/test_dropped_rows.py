@@ -1,7 +1,5 @@
 """Whole runs that drop rows and draw prompts again: the same on any number of ranks, and after a resume."""
 
-from __future__ import annotations
-
 import pytest
 
 FILTERS = """

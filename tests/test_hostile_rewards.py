@@ -1,11 +1,8 @@
 """Whole runs with rewards that misbehave: the run goes on with the other samples and says so, or ends and says why."""
 
-from __future__ import annotations
-
 import json
 import math
 import socket
-from pathlib import Path
 
 import pytest
 from harness import events_of, metrics_of
@@ -46,7 +43,7 @@ RECIPE = "nodes.reward.with={reward: hostile, memory_gib: 1, workers: 4}"
 
 
 @pytest.fixture
-def hostile(workspace: Path):
+def hostile(workspace):
     """The workspace with a fate for each problem, and a server that accepts and never answers."""
     server = socket.create_server(("127.0.0.1", 0), backlog=64)
     (workspace / "brevity.py").write_text(HOSTILE.replace("PORT", str(server.getsockname()[1])))

@@ -1,7 +1,5 @@
 """Whole runs in which a rank is slow, and in which the loss leaps."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -39,7 +37,7 @@ def test_a_slow_rank_is_named(launch, workspace, phase):
 
 
 @pytest.fixture
-def spiky(workspace) -> tuple[str, ...]:
+def spiky(workspace):
     (workspace / "spiky.py").write_text(SPIKY)
     dag = (workspace / "grpo.yaml").read_text()
     (workspace / "spiky.yaml").write_text(dag.replace("function: group_advantage", "function: spiky")

@@ -1,7 +1,5 @@
 """Whole runs with adapters: what a user relies on."""
 
-from __future__ import annotations
-
 import json
 
 import torch

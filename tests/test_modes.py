@@ -1,7 +1,5 @@
 """Whole runs whose ranks sample and train apart: the same DAGs, the same samples, weights that are pulled."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

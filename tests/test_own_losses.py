@@ -1,7 +1,5 @@
 """A whole run with PPO's loss as a user would write it is the run with the shipped one, however it is divided."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

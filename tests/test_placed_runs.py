@@ -31,7 +31,7 @@ GRPO = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--set", *SEED_WITH_CLE
 
 
 @pytest.fixture
-def planned(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+def planned(workspace, monkeypatch):
     """What a run by a plan is started with; the plan is for mode sync."""
     monkeypatch.chdir(workspace)
     monkeypatch.syspath_prepend(str(workspace))

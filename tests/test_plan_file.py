@@ -29,7 +29,7 @@ def on(device: DeviceProbe, *machines: int) -> list[DeviceProbe]:
     return [replace(device, machine=machine) for machine in machines]
 
 
-def test_alike_devices_have_one_type_with_their_medians() -> None:
+def test_alike_devices_have_one_type_with_their_medians():
     devices = [replace(BIG, memory_gb_s=4000.0 + 100 * rank) for rank in range(3)]
     found = cluster(cluster_of_probes(devices, {(0, 1): NVLINK, (1, 2): replace(NVLINK, gb_s=500.0)}))
     assert found.devices.keys() == {"nvidia_h200"}
@@ -38,7 +38,7 @@ def test_alike_devices_have_one_type_with_their_medians() -> None:
     assert found.machines["machine1"].inside.gb_s == 450
 
 
-def test_alike_machines_are_folded_and_ranks_keep_their_order() -> None:
+def test_alike_machines_are_folded_and_ranks_keep_their_order():
     devices = on(BIG, 0, 0, 1, 1) + on(SMALL, 2) + on(BIG, 3, 3)
     links = {(0, 1): NVLINK, (2, 3): NVLINK, (5, 6): NVLINK}
     links |= {(0, 2): FAST, (1, 3): FAST, (0, 4): FAST, (2, 4): FAST, (0, 5): FAST, (1, 6): FAST, (2, 5): FAST,
@@ -50,7 +50,7 @@ def test_alike_machines_are_folded_and_ranks_keep_their_order() -> None:
     assert found.links["zone"].gb_s == 30  # two devices send twice as much: 40, 20, 20, 40, 40, 20
 
 
-def test_a_machine_of_unlike_devices_is_described_as_several() -> None:
+def test_a_machine_of_unlike_devices_is_described_as_several():
     slow = replace(BIG, tflops={"bfloat16": 350.0, "float32": 25.0})
     found = cluster(cluster_of_probes([BIG, BIG, slow], {(0, 1): NVLINK, (1, 2): NVLINK}))
     assert [(kind.device, kind.devices) for kind in found.machines.values()] == [
@@ -59,12 +59,12 @@ def test_a_machine_of_unlike_devices_is_described_as_several() -> None:
 
 
 @pytest.mark.parametrize(("factor", "types"), [(1.2, 1), (1.3, 2)])
-def test_the_tolerance(factor: float, types: int) -> None:
+def test_the_tolerance(factor, types):
     devices = [BIG, replace(BIG, memory_gb_s=factor * BIG.memory_gb_s)]
     assert len(cluster_of_probes(devices, {(0, 1): NVLINK})["devices"]) == types
 
 
-def test_machines_behind_slow_links_stand_in_other_zones() -> None:
+def test_machines_behind_slow_links_stand_in_other_zones():
     links = {(0, 1): FAST, (0, 2): FAR, (1, 2): FAR, (0, 3): FAR, (1, 3): FAR, (2, 3): FAST}
     found = cluster(cluster_of_probes(on(BIG, 0, 1, 2, 3), links))
     assert [(kind.zone, kind.count) for kind in found.machines.values()] == [("zone1", 2), ("zone2", 2)]
@@ -74,11 +74,11 @@ def test_machines_behind_slow_links_stand_in_other_zones() -> None:
     assert bandwidth == [[20e9, 1e9], [1e9, 20e9]], "what is measured counts as it is"
 
 
-def test_one_device_needs_no_links() -> None:
+def test_one_device_needs_no_links():
     assert cluster(cluster_of_probes([BIG], {})).size == 1
 
 
-def test_a_small_machine_beside_large_ones_is_in_their_zone() -> None:
+def test_a_small_machine_beside_large_ones_is_in_their_zone():
     devices = on(BIG, *[0] * 4, *[1] * 4, 2)
     links = {(rank, rank + 1): NVLINK for rank in (0, 1, 2, 4, 5, 6)} | {(rank, rank + 4): FAST for rank in range(4)}
     found = cluster(cluster_of_probes(devices, links | {(0, 8): FAST, (4, 8): FAST}))

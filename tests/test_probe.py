@@ -24,7 +24,7 @@ def probe(*arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.run
-def test_this_machine_can_be_planned_for(tmp_path) -> None:
+def test_this_machine_can_be_planned_for(tmp_path):
     file = tmp_path / "machines.yaml"
     done = probe("--ranks", "2", "--out", str(file))
     assert done.returncode == 0, done.stderr
@@ -54,7 +54,7 @@ def _on_two_machines() -> list:
 
 
 @pytest.mark.run
-def test_ranks_of_several_machines_measure_the_links_between_them() -> None:
+def test_ranks_of_several_machines_measure_the_links_between_them():
     (devices, links), *others = run_ranks(3, _on_two_machines)
     assert [device.machine for device in devices] == [0, 1, 2]
     assert links.keys() == {(0, 1), (0, 2), (1, 2)}
@@ -68,12 +68,12 @@ def test_ranks_of_several_machines_measure_the_links_between_them() -> None:
     (("--out", "/proc/machines.yaml"), "/proc/machines.yaml cannot be written: /proc is not writable"),
     (("--ranks", "0"), "--ranks 0 probes nothing"),
 ])
-def test_bad_input_is_refused_before_anything_starts(capsys, arguments: tuple[str, ...], says: str) -> None:
+def test_bad_input_is_refused_before_anything_starts(capsys, arguments, says):
     assert main(["probe", *arguments]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_under_torchrun_there_are_as_many_ranks_as_it_has_started(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torchrun_there_are_as_many_ranks_as_it_has_started(capsys, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert main(["probe", "--ranks", "2"]) == 2
     assert "--nproc-per-node 2" in capsys.readouterr().err

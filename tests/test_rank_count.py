@@ -20,7 +20,7 @@ echo 'GPU 2: NVIDIA H200 (UUID: GPU-3)'
 
 
 @pytest.fixture
-def three_gpus(tmp_path, monkeypatch) -> None:
+def three_gpus(tmp_path, monkeypatch):
     """A driver's program that lists three."""
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin/nvidia-smi"

@@ -160,7 +160,7 @@ def with_brief_reward(name: str) -> str:
 
 
 @pytest.fixture
-def folder(workspace: Path) -> Path:
+def folder(workspace):
     """The workspace with the files of all cases."""
     pair = (ROOT / "dags/solver_reviser.yaml").read_text() + "imports: [answers]\n"
     for node, reward in (("solve", "short"), ("revise", "echo")):

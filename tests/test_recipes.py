@@ -71,7 +71,7 @@ def test_the_word_itself_is_paid_and_no_anagram(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def tasks(tmp_path_factory) -> Path:
+def tasks(tmp_path_factory):
     """A Python that has reasoning-gym."""
     folder = tmp_path_factory.mktemp("tasks")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)

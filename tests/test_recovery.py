@@ -59,7 +59,7 @@ TALK = ("steps=3", "data.batch=5", "roles.actor.generation.batch_rows=1")
 
 
 @pytest.fixture
-def write(workspace) -> Callable[..., tuple[str, ...]]:
+def write(workspace):
     """The arguments of a run in which `faults` happen."""
     (workspace / "held.jsonl").write_text("".join((workspace / "train.jsonl").read_text().splitlines(True)[:3]))
 
@@ -71,20 +71,20 @@ def write(workspace) -> Callable[..., tuple[str, ...]]:
 
 
 @pytest.fixture
-def calm(run_once: Callable) -> dict[int, dict[str, Any]]:
+def calm(run_once):
     """The steps of one rank in mode sync, in which nothing breaks: as many as the longest run here has."""
     return require_each_step_once(run_once(1, *GRPO, "--run-file", "tiny.yaml", f"steps={STEPS}"))
 
 
 @pytest.fixture
-def calm_talk(run_once: Callable) -> dict[int, dict[str, Any]]:
+def calm_talk(run_once):
     """The steps of one rank whose conversations nothing interrupts."""
     files = ("tools.py", TOOLS), ("talk.yaml", DAG.replace("TROUBLE", "false"))
     return require_each_step_once(run_once(1, "--dag", "talk.yaml", "--run-file", "tiny.yaml", *TALK, files=files), 3)
 
 
 @pytest.fixture
-def left(monkeypatch) -> Callable[[], list[str]]:
+def left(monkeypatch):
     """The processes of this test's runs that still live, a moment after they should have ended."""
     mark = f"DISTFLOW_TEST={uuid.uuid4().hex}"
     monkeypatch.setenv(*mark.split("="))

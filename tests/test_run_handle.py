@@ -1,7 +1,5 @@
 """Runs that Python starts and reads."""
 
-from __future__ import annotations
-
 import os
 import select
 import subprocess

@@ -1,7 +1,5 @@
 """What can be done to a job while it runs: break a worker, scale rollouts down, ask what it has cost, be told."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -41,7 +41,7 @@ def validations_of(folder: Path) -> dict[int, float]:
     return {row["step"]: row["validation/heldout"] for row in rows if "validation/heldout" in row}
 
 
-def test_deaths_and_other_layouts_change_nothing(launch, workspace: Path) -> None:
+def test_deaths_and_other_layouts_change_nothing(launch, workspace):
     """A rank without a role dies as well as one with it; then two ranks go on, each with another part."""
     alone, spread = (workspace / f"runs/{name}" for name in ("alone", "spread"))
     launch(1, *GRPO, "--set", "steps=6", "--name", "alone")
@@ -56,7 +56,7 @@ def test_deaths_and_other_layouts_change_nothing(launch, workspace: Path) -> Non
     assert validations_of(spread) == pytest.approx(validations_of(alone), abs=1e-6)
 
 
-def test_trainers_of_modes_with_groups_leave_ranks_out_too(launch, workspace: Path) -> None:
+def test_trainers_of_modes_with_groups_leave_ranks_out_too(launch, workspace):
     """The weights that rollouts pull are in as many parts as ranks train them."""
     strict = ("--set", "mode=async", "--set", "staleness=0", "--set", "groups.rollout=1")
     said = "layouts={update: {rows: [0, 1]}, old: {rows: [0, 1]}, reference: {rows: [1, 0]}}"
@@ -65,7 +65,7 @@ def test_trainers_of_modes_with_groups_leave_ranks_out_too(launch, workspace: Pa
     same(metrics_of(workspace / "runs/apart"), metrics_of(workspace / "runs/alone"), 4)
 
 
-def test_a_role_on_ranks_of_its_own_trains_beside_some_ranks(launch, workspace: Path) -> None:
+def test_a_role_on_ranks_of_its_own_trains_beside_some_ranks(launch, workspace):
     alone, apart = (workspace / f"runs/{name}" for name in ("alone", "apart"))
     launch(1, *PPO, *SEED_WITH_CLEAR_DRAWS, "--name", "alone")
     some = "layouts={critic: {first: 2}, rollout: {rows: [1, 1]}, update: {rows: [0, 1]}, reference: {rows: [0, 1]}}"
@@ -73,7 +73,7 @@ def test_a_role_on_ranks_of_its_own_trains_beside_some_ranks(launch, workspace: 
     same(metrics_of(apart), metrics_of(alone), 4)
 
 
-def test_adapters_are_on_some_ranks_and_their_base_where_they_sample(launch, workspace: Path) -> None:
+def test_adapters_are_on_some_ranks_and_their_base_where_they_sample(launch, workspace):
     launch(1, *LORA, *SEED_WITH_CLEAR_DRAWS, "--name", "alone")
     launch(3, *LORA, *SEED_WITH_CLEAR_DRAWS, "--set",
            "layouts={update: {rows: [0, 1, 1]}, reference: {rows: [0, 1, 0]}}", "--name", "some")

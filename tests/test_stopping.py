@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -40,7 +39,7 @@ def plural(completions: str, answers):
 
 
 @pytest.fixture
-def python(workspace, ready) -> Iterator:
+def python(workspace, ready):
     """Start `python LINE` in the workspace."""
     started = []
 

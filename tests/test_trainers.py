@@ -1,7 +1,5 @@
 """Whole runs with a critic or frozen roles on ranks of their own (`first` of `layouts`): losses of one rank, faults."""
 
-from __future__ import annotations
-
 import pytest
 from harness import ROOT, events_of, metrics_of
 from test_modes import STRICT, require_equal

@@ -1,7 +1,5 @@
 """A training loop in this process against ranks that serve its calls: learning, equal to one rank, through a death."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

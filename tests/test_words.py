@@ -51,14 +51,14 @@ def found(text: str, retired: set[str]) -> list[str]:
 FILES = [file for top in ("distflow", "planners", "workers") for file in sorted((ROOT / top).rglob("*.py"))]
 
 
-def test_retired_words_stay_away() -> None:
+def test_retired_words_stay_away():
     wrong = {str(file.relative_to(ROOT)): found(file.read_text(), RETIRED) for file in FILES}
     assert {name: lines for name, lines in wrong.items() if lines and not (
         {line.partition(": ")[2] for line in lines} <= ALLOWED.get(name, set()))} == {}
     assert [file.name for file in FILES if set(file.stem.split("_")) & RETIRED] == []
 
 
-def test_retired_messages_stay_away() -> None:
+def test_retired_messages_stay_away():
     wrong = {f"{file.relative_to(ROOT)}:{node.lineno}: {text}" for file in FILES
              for node in ast.walk(parsed(file.read_text()))
              if isinstance(node, ast.Constant) and isinstance(node.value, str)
@@ -68,5 +68,5 @@ def test_retired_messages_stay_away() -> None:
 
 
 @pytest.mark.parametrize("text", ["class SeatOf: pass", '"""A Seat\'s end."""', "x.seats"])
-def test_a_retired_word_is_found(text: str) -> None:
+def test_a_retired_word_is_found(text):
     assert found(text, {"seat"})

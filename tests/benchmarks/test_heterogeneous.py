@@ -1,9 +1,5 @@
 """The sides of the prediction for mixed hardware: what each may decide."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from benchmarks.heterogeneous import (
@@ -21,14 +17,14 @@ CELL = Cell("two continents", "grpo", "sync", "4B")
 
 
 @pytest.mark.parametrize("scenario", ["one zone", "two continents"])
-def test_ours_is_never_slower(tmp_path: Path, scenario: str) -> None:
+def test_ours_is_never_slower(tmp_path, scenario):
     problem = Cell(scenario, "grpo", "async", "4B").problem(tmp_path)
     ours = seconds(problem, 4000)
     assert ours <= seconds(verl(problem), 1000)
     assert ours <= seconds(stream_rl(problem), 1000)
 
 
-def test_what_ships_is_no_better_than_what_is_optimised(tmp_path: Path) -> None:
+def test_what_ships_is_no_better_than_what_is_optimised(tmp_path):
     """Blind to kinds, verl's rollouts and shards wait for the slowest devices and links."""
     cell = Cell("one zone", "grpo", "sync", "4B")
     problem = cell.problem(tmp_path)
@@ -39,7 +35,7 @@ def test_what_ships_is_no_better_than_what_is_optimised(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--quick", "--accepted"])
-def test_sizes_of_which_no_cell_is_left_are_refused(flag: str, capsys: pytest.CaptureFixture) -> None:
+def test_sizes_of_which_no_cell_is_left_are_refused(flag, capsys):
     with pytest.raises(SystemExit):
         main([flag, "--size", "14B"])
     assert f"{flag} has models of 8B only" in capsys.readouterr().err

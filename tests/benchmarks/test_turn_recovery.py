@@ -1,7 +1,5 @@
 """Which conversations a killed worker had begun, and which of them went on at their turn."""
 
-from __future__ import annotations
-
 import json
 
 from benchmarks.turn_recovery import Course, Kill

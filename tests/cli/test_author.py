@@ -1,7 +1,5 @@
 """An algorithm of one's own from one command, and completion by a real shell."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +16,7 @@ ENVIRONMENT = {**environment(), "PYTHONPATH": str(ROOT)}
 
 @pytest.mark.parametrize("algorithm", ["grpo", pytest.param("ppo", marks=pytest.mark.run),
                                        pytest.param("remax", marks=pytest.mark.run)])
-def test_a_new_algorithm_is_valid_and_its_test_passes(tmp_path, monkeypatch, capsys, algorithm) -> None:
+def test_a_new_algorithm_is_valid_and_its_test_passes(tmp_path, monkeypatch, capsys, algorithm):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "setup.cfg").write_text("[tool:pytest]\naddopts = --import-mode=importlib\n")  # as in a clone
     assert main(["new", algorithm, "my_algo"]) == 0
@@ -39,7 +37,7 @@ def test_a_new_algorithm_is_valid_and_its_test_passes(tmp_path, monkeypatch, cap
     assert schema.is_file()
 
 
-def test_a_new_environment_is_valid_and_its_test_passes(tmp_path, monkeypatch, capsys) -> None:
+def test_a_new_environment_is_valid_and_its_test_passes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["new", "grpo_tools", "turn"]) == 0  # whose class must not be `Turn`
     assert "validation: null\n# Validation asks for single answers, without the environment" in \
@@ -54,7 +52,7 @@ def test_a_new_environment_is_valid_and_its_test_passes(tmp_path, monkeypatch, c
 
 
 @pytest.mark.run
-def test_a_new_environment_trains(tmp_path, monkeypatch) -> None:
+def test_a_new_environment_trains(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["new", "grpo_tools", "my_tools"]) == 0
     line = ("run", "my_tools.yaml", "--run", "run.yaml", "--set", "steps=2", "--set", "data.batch=4")
@@ -65,7 +63,7 @@ def test_a_new_environment_trains(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.run
-def test_a_new_algorithm_trains_is_validated_and_can_be_resumed(tmp_path, monkeypatch) -> None:
+def test_a_new_algorithm_trains_is_validated_and_can_be_resumed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["new", "grpo", "my_algo"]) == 0
     small = [part for text in ("steps=10", "data.batch=4") for part in ("--set", text)]
@@ -95,7 +93,7 @@ def test_a_new_algorithm_trains_is_validated_and_can_be_resumed(tmp_path, monkey
     (("grpo", "file/mine"), "file/mine cannot be made: Not a directory. Choose another folder, as this one:  distflow "
      "new grpo mine"), (("grpoo", "mine"), "grpo"), (("sft", "mine"), "has no place for a reward"),
     (("grpo", "taken"), "taken exists")])
-def test_mistakes_are_told_and_nothing_is_made(tmp_path, monkeypatch, capsys, arguments, said) -> None:
+def test_mistakes_are_told_and_nothing_is_made(tmp_path, monkeypatch, capsys, arguments, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
     (tmp_path / "file").write_text("")
@@ -104,7 +102,7 @@ def test_mistakes_are_told_and_nothing_is_made(tmp_path, monkeypatch, capsys, ar
     assert {each.name for each in tmp_path.rglob("*")} == {"taken", "file"}
 
 
-def test_a_new_algorithm_may_be_made_in_another_folder(tmp_path, monkeypatch, capsys) -> None:
+def test_a_new_algorithm_may_be_made_in_another_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["new", "grpo", "code/mine"]) == 0
     said = capsys.readouterr().out
@@ -114,7 +112,7 @@ def test_a_new_algorithm_may_be_made_in_another_folder(tmp_path, monkeypatch, ca
     assert "distflow new grpo code/my_algo" in capsys.readouterr().err
 
 
-def test_every_algorithm_with_a_reward_can_be_a_beginning(tmp_path, monkeypatch, capsys) -> None:
+def test_every_algorithm_with_a_reward_can_be_a_beginning(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     begun = [file.stem for file in sorted(SHIPPED.glob("*.yaml")) if "function: score," in file.read_text()
              and file.stem != "evaluate" and main(["new", file.stem, f"my_{file.stem}"]) == 0]

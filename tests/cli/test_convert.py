@@ -54,7 +54,7 @@ SIIRL: dict[str, Any] = {"dag_id": "grpo_pipeline", "nodes": [
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("train", "heldout"):
         record = {"question": "1 + 1?", "prompt": "1 + 1?", "answer": "2"}
@@ -71,7 +71,7 @@ def converted(content: Any, name: str = "theirs.yaml") -> tuple[dict[str, Any], 
     return tuple(yaml.safe_load(Path("theirs", file).read_text()) for file in ("theirs.yaml", "run.yaml"))
 
 
-def test_a_script_of_verl(capsys) -> None:
+def test_a_script_of_verl(capsys):
     dag, run = converted(VERL, "theirs.sh")
     printed = capsys.readouterr().out
     assert dag["nodes"]["rollout"]["with"] == {"group_size": 5}
@@ -92,7 +92,7 @@ def test_a_script_of_verl(capsys) -> None:
                                                            "data.truncation: error\n"
 
 
-def test_a_file_of_verl_with_a_critic() -> None:
+def test_a_file_of_verl_with_a_critic():
     dag, run = converted(PPO)
     assert dag["nodes"]["advantage"]["with"] == {"gamma": 1.0, "lam": 0.9, "kl": 0.05}
     assert dag["nodes"]["update"]["with"]["mini_batches"] == dag["nodes"]["critic"]["with"]["mini_batches"] == 4
@@ -103,7 +103,7 @@ def test_a_file_of_verl_with_a_critic() -> None:
     assert left == "critic.ppo_mini_batch_size: 16\n", "what only refers to another setting is left out"
 
 
-def test_what_verls_ppo_leaves_out_is_verls_own_default(capsys) -> None:
+def test_what_verls_ppo_leaves_out_is_verls_own_default(capsys):
     dag, run = converted({"algorithm": {"adv_estimator": "gae"}, "data": {"train_files": "train.jsonl",
                                                                           "train_batch_size": 64}})
     printed = capsys.readouterr().out
@@ -121,7 +121,7 @@ def test_what_verls_ppo_leaves_out_is_verls_own_default(capsys) -> None:
 
 
 @pytest.mark.parametrize(("estimator", "group"), [("grpo", 8), ("rloo", 4), ("remax", 1), ("reinforce_plus_plus", 1)])
-def test_algorithms_that_compare_answers_keep_several(estimator: str, group: int, capsys) -> None:
+def test_algorithms_that_compare_answers_keep_several(estimator, group, capsys):
     dag, _ = converted({"algorithm": {"adv_estimator": estimator}, "data": {"train_files": "train.jsonl",
                                                                             "train_batch_size": 64}})
     printed = capsys.readouterr().out
@@ -131,7 +131,7 @@ def test_algorithms_that_compare_answers_keep_several(estimator: str, group: int
     assert dag["nodes"]["update"]["with"]["aggregate"] == "token_mean"
 
 
-def test_frozen_parts_of_verl_are_patterns() -> None:
+def test_frozen_parts_of_verl_are_patterns():
     actor = {**PPO["actor_rollout_ref"]["actor"], "freeze_vision_tower": True}
     Path("theirs.yaml").write_text(yaml.safe_dump({**PPO, "actor_rollout_ref": {**PPO["actor_rollout_ref"],
                                                                                 "actor": actor}}))
@@ -139,7 +139,7 @@ def test_frozen_parts_of_verl_are_patterns() -> None:
     assert yaml.safe_load(Path("theirs/run.yaml").read_text())["roles"]["actor"]["freeze"] == ["visual.*"]
 
 
-def test_a_file_of_trl() -> None:
+def test_a_file_of_trl():
     dag, run = converted(TRL)
     assert dag["nodes"]["update"]["with"] == {"clip": 0.2, "clip_high": 0.28, "aggregate": "fixed_length_sum",
                                               "fixed_length": 32, "kl": 0.04}
@@ -174,7 +174,7 @@ def trl(**settings: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     ({"report_to": ["mlflow"]}, {"log": ["mlflow"]}), ({"report_to": "none"}, {}),
     ({"adam_beta2": 0.98}, {"betas": [0.9, 0.98]}),
     ({"loss_type": ["dr_grpo"]}, {"update.aggregate": "fixed_length_sum"})])
-def test_each_value_of_trl_is_converted_or_listed(settings: dict, arguments: dict | None) -> None:
+def test_each_value_of_trl_is_converted_or_listed(settings, arguments):
     dag, run, left = trl(**settings)
     made = {f"{node}.{key}": value for node in ("advantage", "update")
             for key, value in dag["nodes"][node].get("with", {}).items()}
@@ -189,7 +189,7 @@ def test_each_value_of_trl_is_converted_or_listed(settings: dict, arguments: dic
     ({"sync_ref_model": True, "ref_model_sync_steps": 64, "ref_model_mixup_alpha": 1.0, "num_iterations": 2,
       "gradient_accumulation_steps": 1, "steps_per_generation": 4}, {"every": 8, "mix": 1.0}),
     ({"sync_ref_model": False}, None)])
-def test_a_reference_of_trl_follows_in_steps_of_this_run(settings: dict, follow: dict | None) -> None:
+def test_a_reference_of_trl_follows_in_steps_of_this_run(settings, follow):
     dag, _, left = trl(beta=0.1, lora_r=None, **settings)
     assert dag["roles"]["reference"].get("follow") == follow
     assert left == []
@@ -201,8 +201,7 @@ def test_a_reference_of_trl_follows_in_steps_of_this_run(settings: dict, follow:
     ({"gradient_accumulation_steps": 2, "num_processes": 2}, 8, None),
     ({"gradient_accumulation_steps": 4, "steps_per_generation": 4, "generation_batch_size": 128}, 32, None),
     ({"gradient_accumulation_steps": 2, "generation_batch_size": 64}, 16, 4)])
-def test_the_batch_of_trl_is_what_is_sampled_at_once(settings: dict, prompts: int, mini_batches: int | None,
-                                                     capsys) -> None:
+def test_the_batch_of_trl_is_what_is_sampled_at_once(settings, prompts, mini_batches, capsys):
     dag, run, left = trl(per_device_train_batch_size=8, max_steps=-1, num_train_epochs=3.0, **settings)
     assert (run["data"]["batch"], dag["nodes"]["update"]["with"].get("mini_batches")) == (prompts, mini_batches)
     assert left == []
@@ -214,7 +213,7 @@ def test_the_batch_of_trl_is_what_is_sampled_at_once(settings: dict, prompts: in
     assert ("is that of one process" in printed) is (known == {"generation_batch_size"} and mini_batches is not None)
 
 
-def test_what_to_dict_of_trl_has() -> None:
+def test_what_to_dict_of_trl_has():
     """Settings as `GRPOConfig.to_dict()` has them: unset ones are null, enumerations are text, some are mappings."""
     theirs = {"output_dir": "trainer_output", "max_steps": -1, "num_train_epochs": 3.0,
               "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
@@ -234,7 +233,7 @@ def test_what_to_dict_of_trl_has() -> None:
     assert (run["steps"], run["data"]["batch"], run["output"]) == (100, 4, "trainer_output")
 
 
-def test_rewards_of_theirs_are_named_with_their_module(capsys) -> None:
+def test_rewards_of_theirs_are_named_with_their_module(capsys):
     trl(reward_funcs=["near", "far"])
     assert "the DAG names them  reward: [MODULE:NAME, …]" in capsys.readouterr().out
     shutil.rmtree("theirs")
@@ -242,7 +241,7 @@ def test_rewards_of_theirs_are_named_with_their_module(capsys) -> None:
     assert "the DAG names it  reward: MODULE:NAME" in capsys.readouterr().out
 
 
-def test_a_push_of_trl_is_a_command_after_the_run(capsys) -> None:
+def test_a_push_of_trl_is_a_command_after_the_run(capsys):
     _, _, left = trl(push_to_hub=True, hub_model_id="me/tuned", hub_private_repo=True)
     assert left == []
     assert "distflow export RUN FOLDER --push me/tuned --private" in capsys.readouterr().out
@@ -253,7 +252,7 @@ def test_a_push_of_trl_is_a_command_after_the_run(capsys) -> None:
      {"aggregate": "fixed_length_sum", "fixed_length": 64}),
     ("actor_rollout_ref.actor.loss_agg_mode=other", None), ("actor_rollout_ref.actor.strategy=torchtitan", None),
     ("actor_rollout_ref.actor.strategy=fsdp2", {}), ("trainer.logger=swanlab", None)])
-def test_each_value_of_verl_is_converted_or_listed(setting: str, arguments: dict | None) -> None:
+def test_each_value_of_verl_is_converted_or_listed(setting, arguments):
     dag, _ = converted("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.max_response_length=64 "
                        f"data.train_files=train.jsonl data.train_batch_size=8 {setting}", "theirs.sh")
     left = Path("theirs/not_converted.txt")
@@ -262,7 +261,7 @@ def test_each_value_of_verl_is_converted_or_listed(setting: str, arguments: dict
     assert (arguments or {}).items() <= dag["nodes"]["update"]["with"].items()
 
 
-def test_a_dag_of_siirl(folder) -> None:
+def test_a_dag_of_siirl(folder):
     (folder / "theirs.yaml").write_text(yaml.safe_dump(SIIRL))
     assert main(["convert", "theirs.yaml"]) == 0
     run = ["--set", 'data={"train": "train.jsonl"}', "--set", "validation=null"]
@@ -273,7 +272,7 @@ def test_a_dag_of_siirl(folder) -> None:
         "ref": "logprobs", "train": "policy_update"}
 
 
-def test_what_cannot_be_converted_is_told(folder, capsys) -> None:
+def test_what_cannot_be_converted_is_told(folder, capsys):
     agents = {"nodes": [{"node_id": "env", "node_type": "COMPUTE", "node_role": "ENVIRONMENT"}]}
     for content, said in ((agents, "node `env` (COMPUTE, ENVIRONMENT)"), ({"a": 1}, "is no configuration of verl"),
                           ({"algorithm": {"adv_estimator": "opo"}}, "opo is not converted"), ("[1", "cannot be read")):
@@ -287,7 +286,7 @@ def test_what_cannot_be_converted_is_told(folder, capsys) -> None:
     assert "theirs exists" in capsys.readouterr().err
 
 
-def test_what_only_the_script_can_fill_in_is_listed(folder, capsys) -> None:
+def test_what_only_the_script_can_fill_in_is_listed(folder, capsys):
     _, run = converted("NODES=\nlong=$((16 * 4))\npython3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "
                        "data.train_files=train.jsonl data.train_batch_size=8 data.max_response_length=$long "
                        "trainer.nnodes=$MACHINES_OF_NOBODY trainer.n_gpus_per_node=2", "theirs.sh")
@@ -303,14 +302,14 @@ def test_what_only_the_script_can_fill_in_is_listed(folder, capsys) -> None:
     ("theirs.yaml", "model_name_or_path: m\nloss_type: sigmoid\n", "of TRL's DPOTrainer, as loss_type: sigmoid says"),
     ("theirs.yaml", "model_name_or_path: m\nloss_type: [sigmoid, bco_pair]\n", "of TRL's DPOTrainer"),
     ("theirs.py", "config = GRPOConfig()\n", "then:  distflow convert theirs.yaml")])
-def test_what_is_wrong_with_a_file_is_told(folder, capsys, name: str, content: str, said: str) -> None:
+def test_what_is_wrong_with_a_file_is_told(folder, capsys, name, content, said):
     (folder / name).write_text(content)
     assert main(["convert", name]) == 2
     assert said in capsys.readouterr().err
     assert not (folder / "theirs").exists()
 
 
-def test_a_file_that_is_not_there_is_told_before_the_folder(folder, capsys) -> None:
+def test_a_file_that_is_not_there_is_told_before_the_folder(folder, capsys):
     (folder / "theirs.yaml").write_text("a: 1")
     (folder / "theirs").mkdir()
     assert main(["convert", "theirs.yml"]) == 2

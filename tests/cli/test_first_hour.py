@@ -1,7 +1,5 @@
 """What a new user types in the first hour, and what is answered."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -21,36 +19,36 @@ LOSS = "from distflow import loss\n\n@loss\ndef plain(logprobs, advantages):\n  
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path
 
 
-def test_an_override_with_a_blank_after_its_sign_is_shown_whole(capsys) -> None:
+def test_an_override_with_a_blank_after_its_sign_is_shown_whole(capsys):
     assert main(["validate", "grpo", "--set", "steps=", "3"]) == 2
     assert "Instead:  --set steps=3" in capsys.readouterr().err
 
 
-def test_deep_and_long_overrides_are_a_sentence(capsys) -> None:
+def test_deep_and_long_overrides_are_a_sentence(capsys):
     for override in (f"{'.'.join(3000 * ['a'])}=1", f"roles.actor.model={3000 * '['}", f"steps={5000 * '9'}"):
         assert main(["validate", "grpo", "--set", override]) == 2
         assert len(capsys.readouterr().err) < 600
 
 
 @pytest.mark.parametrize("ranks", ["65537", "1000000000000"])
-def test_more_ranks_than_can_be_planned_are_refused(ranks: str, capsys) -> None:
+def test_more_ranks_than_can_be_planned_are_refused(ranks, capsys):
     assert main(["plan", "grpo", "--ranks", ranks]) == 2
     assert "are more than a run may have" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("profile", "code"), [("10:12", 2), ("20:21", 2), ("3:5", 0)])
-def test_a_profile_of_steps_that_are_not_run_is_refused(profile: str, code: int, capsys) -> None:
+def test_a_profile_of_steps_that_are_not_run_is_refused(profile, code, capsys):
     assert main(["validate", "grpo", "--set", "steps=5", "--profile", profile]) == code
     assert ("and the run has 5" in capsys.readouterr().err) is bool(code)
 
 
-def test_a_loss_of_an_imported_module_needs_no_module(folder: Path, capsys) -> None:
+def test_a_loss_of_an_imported_module_needs_no_module(folder, capsys):
     (folder / "mine_losses.py").write_text(LOSS)
     dag = ["validate", "grpo", "--set", "nodes.update.with={loss: plain}"]
     assert main([*dag, "--set", "imports=[mine_losses]"]) == 0
@@ -60,7 +58,7 @@ def test_a_loss_of_an_imported_module_needs_no_module(folder: Path, capsys) -> N
 
 @pytest.mark.parametrize("options", [["nodes.reward.with.reward=statistics:mine"], ["nodes.reward.with.reward=mine"],
                                      ["nodes.reward.with.reward=mine", "imports=[statistics]"]])
-def test_a_file_with_the_name_of_a_module_of_python_is_told(options: list[str], folder: Path, capsys) -> None:
+def test_a_file_with_the_name_of_a_module_of_python_is_told(options, folder, capsys):
     (folder / "statistics.py").write_text(REWARD)
     assert main(["validate", "grpo", *(word for option in options for word in ("--set", option))]) == 2
     assert "statistics.py is never imported, since Python's own module `statistics` is found first" in \
@@ -68,7 +66,7 @@ def test_a_file_with_the_name_of_a_module_of_python_is_told(options: list[str], 
 
 
 @pytest.mark.parametrize(("path", "code"), [("", 0), (".", 2)])
-def test_files_that_hide_modules_of_python_cost_nothing_unless_they_come_first(path: str, code: int, folder) -> None:
+def test_files_that_hide_modules_of_python_cost_nothing_unless_they_come_first(path, code, folder):
     (folder / "random.py").write_text("raise SystemExit('not the one of Python')\n")
     done = subprocess.run([sys.executable, "-m", "distflow", "nodes"], capture_output=True, text=True, check=False,
                           env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)]))})
@@ -80,7 +78,7 @@ def test_files_that_hide_modules_of_python_cost_nothing_unless_they_come_first(p
     ("file", "file is not a folder"), ("file/below", "is not a folder"), ("run/model", "that the run itself writes"),
     ("run/best", "that the run itself writes"), ("full", "full/model exists, and would be written over"),
     ("roles", "roles/model-critic exists"), ("run", ""), ("run/final", ""), ("new/folder", ""), ("others", "")])
-def test_a_folder_to_export_to_is_looked_at_before_the_start(target: str, said: str, folder: Path) -> None:
+def test_a_folder_to_export_to_is_looked_at_before_the_start(target, said, folder):
     (folder / "file").touch()
     (folder / "full/model").mkdir(parents=True)
     for name in ("run/model", "roles/model-critic", "others/models/qwen",
@@ -94,7 +92,7 @@ def test_a_folder_to_export_to_is_looked_at_before_the_start(target: str, said: 
         runs._check_export_folder(Path(target), Path("run"), names)
 
 
-def test_weights_and_biases_without_a_key_is_told_before_the_start(folder: Path, monkeypatch, capsys) -> None:
+def test_weights_and_biases_without_a_key_is_told_before_the_start(folder, monkeypatch, capsys):
     pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -110,7 +108,7 @@ def test_weights_and_biases_without_a_key_is_told_before_the_start(folder: Path,
     assert lack_of("wandb", {})[0]
 
 
-def test_weights_and_biases_is_set_up_by_its_own_files_too(folder: Path, monkeypatch) -> None:
+def test_weights_and_biases_is_set_up_by_its_own_files_too(folder, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(folder / "netrc"))
@@ -130,7 +128,7 @@ def test_weights_and_biases_is_set_up_by_its_own_files_too(folder: Path, monkeyp
 
 @pytest.mark.skipif(not shutil.which("python3.10") or subprocess.run(["python3.10", "-V"], check=False).returncode != 0,
                     reason="there is no Python 3.10 here")
-def test_an_old_python_is_refused_before_anything_is_downloaded(folder: Path) -> None:
+def test_an_old_python_is_refused_before_anything_is_downloaded(folder):
     done = subprocess.run(["make", "-C", str(ROOT), "-s", "install", "PYTHON=python3.10", f"VENV={folder / 'venv'}"],
                           capture_output=True, text=True, check=False)
     assert done.returncode != 0
@@ -141,7 +139,7 @@ def test_an_old_python_is_refused_before_anything_is_downloaded(folder: Path) ->
 @pytest.mark.parametrize(("visible", "counted", "other", "width"), [
     ("", "CPUs, where `dtype: auto` is float32. On GPUs it is ", "bfloat16", 4),
     ("0", "GPUs, where `dtype: auto` is bfloat16. On CPUs it is ", "float32", 2)])
-def test_a_plan_says_for_what_device_it_counts(folder: Path, capsys, monkeypatch, visible, counted, other, width):
+def test_a_plan_says_for_what_device_it_counts(folder, capsys, monkeypatch, visible, counted, other, width):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     model_folder(folder / "model", {
         "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 300, "head_dim": 32,

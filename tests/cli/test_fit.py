@@ -22,7 +22,7 @@ CLUSTER = {"name": "mine", "devices": {"big": {"tflops": {"bfloat16": 900}, "mem
 
 
 @pytest.fixture
-def fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+def fitted(tmp_path, monkeypatch, capsys):
     """Prints what fits, and returns it with the lines for the run file."""
     monkeypatch.chdir(tmp_path)
     Path("cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
@@ -84,9 +84,7 @@ def test_what_cannot_be_is_refused(fitted, capsys, arguments, says):
 
 
 @pytest.mark.parametrize("option", ["--fit", "--place"])
-def test_without_a_cluster_file_it_says_how_to_get_one(option: str, tmp_path: Path,
-                                                       monkeypatch: pytest.MonkeyPatch,
-                                                       capsys: pytest.CaptureFixture) -> None:
+def test_without_a_cluster_file_it_says_how_to_get_one(option, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "grpo", option]) == 2
     said = capsys.readouterr().err

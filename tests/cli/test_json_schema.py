@@ -1,7 +1,5 @@
 """JSON schemas that editors use: shipped files fit them, misspelt keys do not, and the shipped schemas are fresh."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -22,7 +20,7 @@ EVERY = [pytest.param(kind, file, id=f"{kind}-{file.stem}") for kind, files in F
 
 
 @pytest.fixture(scope="module")
-def validators() -> dict[str, jsonschema.Draft202012Validator]:
+def validators():
     found = {kind: jsonschema.Draft202012Validator(schema(kind)) for kind in KINDS}
     for validator in found.values():
         validator.check_schema(validator.schema)
@@ -30,7 +28,7 @@ def validators() -> dict[str, jsonschema.Draft202012Validator]:
 
 
 @pytest.mark.parametrize(("kind", "file"), EVERY)
-def test_shipped_files_fit_and_misspelt_keys_do_not(validators, kind: str, file: Path) -> None:
+def test_shipped_files_fit_and_misspelt_keys_do_not(validators, kind, file):
     content = read(file).data
     assert [error.message for error in validators[kind].iter_errors(content)] == []
     for key in content:
@@ -45,7 +43,7 @@ BLOCKS = [pytest.param(text, id=f"{page.stem}-{number}") for page in PAGES for n
 
 
 @pytest.mark.parametrize("text", BLOCKS)
-def test_what_the_pages_print_fits(text: str) -> None:
+def test_what_the_pages_print_fits(text):
     """Parts of files fit their part: nodes stand below `nodes`, and a part need not have what a whole file must."""
     content = parse(text, "page").data
     if all(isinstance(value, dict) and "type" in value for value in content.values()):
@@ -58,7 +56,7 @@ def test_what_the_pages_print_fits(text: str) -> None:
     assert not all(wrong.values()), wrong
 
 
-def test_a_copied_dag_is_told_where_its_schema_is(tmp_path, monkeypatch, capsys) -> None:
+def test_a_copied_dag_is_told_where_its_schema_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "dags/grpo.yaml").read_text()
     Path("mine.yaml").write_text(text)
@@ -71,7 +69,7 @@ def test_a_copied_dag_is_told_where_its_schema_is(tmp_path, monkeypatch, capsys)
     assert "for editors" not in capsys.readouterr().out
 
 
-def test_settings_of_functions_are_checked(validators) -> None:
+def test_settings_of_functions_are_checked(validators):
     dag = yaml.safe_load((ROOT / "dags/grpo.yaml").read_text())
     for settings in ({"klip": 0.2}, {"clip": "much"}, {"clip": -1}):
         dag["nodes"]["update"]["with"] = settings
@@ -81,7 +79,7 @@ def test_settings_of_functions_are_checked(validators) -> None:
 
 
 @pytest.mark.parametrize("generation", [{"stop": "\n"}, {"stop": ["\n", "END"]}])
-def test_shorthands_are_taken(validators, generation) -> None:
+def test_shorthands_are_taken(validators, generation):
     run = {"steps": 1, "data": {"train": "x.jsonl"},
            "roles": {"actor": {"model": "models/mine", "lora": {"targets": "all-linear"}, "generation": generation}}}
     assert [error.message for error in validators["run"].iter_errors(run)] == []
@@ -90,7 +88,7 @@ def test_shorthands_are_taken(validators, generation) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_shipped_schemas_are_what_the_command_prints(kind, capsys) -> None:
+def test_the_shipped_schemas_are_what_the_command_prints(kind, capsys):
     assert main(["schema", kind]) == 0
     shown = capsys.readouterr().out
     assert json.loads(shown)["title"] == f"distflow {kind} file"
@@ -98,6 +96,6 @@ def test_the_shipped_schemas_are_what_the_command_prints(kind, capsys) -> None:
 
 
 @pytest.mark.parametrize(("kind", "file"), [each for each in EVERY if "examples" not in each.values[1].parts])
-def test_shipped_files_name_their_schema(kind: str, file: Path) -> None:
+def test_shipped_files_name_their_schema(kind, file):
     line = next(line for line in file.read_text().splitlines() if line.startswith("# yaml-language-server: "))
     assert (file.parent / line.partition("$schema=")[2]).resolve() == ROOT / f"dags/schema/{kind}.json"

@@ -1,9 +1,5 @@
 """A run is not started where its processes alone would fill the machine's memory."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from distflow.cli import launcher, main
@@ -12,7 +8,7 @@ from distflow.config import memory_limit
 from distflow.errors import InvalidInput
 
 
-def test_more_ranks_than_the_memory_has_room_for_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_the_memory_has_room_for_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_limit, "_GROUPS", tmp_path)  # without limits
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:       24683340 kB\nMemAvailable:   20971520 kB\n")
@@ -25,7 +21,7 @@ def test_more_ranks_than_the_memory_has_room_for_are_refused(tmp_path: Path, mon
         check_memory(1, meminfo)
 
 
-def test_more_ranks_than_the_control_group_allows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_the_control_group_allows_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_limit, "_GROUPS", tmp_path)
     (tmp_path / "memory").mkdir()
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of the second and the first version
@@ -38,8 +34,7 @@ def test_more_ranks_than_the_control_group_allows_are_refused(tmp_path: Path, mo
         check_memory(1)
 
 
-def test_a_run_of_too_many_ranks_ends_before_it_starts(capsys: pytest.CaptureFixture[str],
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_too_many_ranks_ends_before_it_starts(capsys, monkeypatch):
     monkeypatch.setattr(launcher, "_RANK_GIB", 1e9)
     monkeypatch.setattr(launcher, "spawn", lambda *_, **__: pytest.fail("ranks are started"))
     assert main(["run", "grpo", "--ranks", "2"]) == 2

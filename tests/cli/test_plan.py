@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 
 import pytest
 
 from distflow.cli import main
 
 
-def test_what_this_machine_lacks_is_no_mistake_in_a_plan_of_others(tmp_path, capsys: pytest.CaptureFixture[str],
-                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_this_machine_lacks_is_no_mistake_in_a_plan_of_others(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("distflow.config.models.installed", lambda engine: False)
     planned = ["--cluster", "h200", "--set", "roles.actor.rollout=vllm", "--set", "data.train=/cluster/train.jsonl"]
     written = str(tmp_path / "placed.yaml")
@@ -22,8 +20,7 @@ def test_what_this_machine_lacks_is_no_mistake_in_a_plan_of_others(tmp_path, cap
     assert "there is no data `/cluster/train.jsonl`: a run on this machine" in capsys.readouterr().out
 
 
-def test_a_run_of_other_machines_is_planned_without_what_this_one_lacks(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_other_machines_is_planned_without_what_this_one_lacks(tmp_path, capsys):
     """Of the model there is the configuration, of the data nothing; memory is known all the same."""
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
              "head_dim": 16, "intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 4096}
@@ -43,8 +40,7 @@ def test_a_run_of_other_machines_is_planned_without_what_this_one_lacks(
     assert main(["plan", *words]) == 2
 
 
-def test_notes_of_the_run_stand_below_a_plan_for_mixed_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                               capsys: pytest.CaptureFixture[str]) -> None:
+def test_notes_of_the_run_stand_below_a_plan_for_mixed_hardware(tmp_path, monkeypatch, capsys):
     """Of a setting that changes nothing, and of what this machine lacks; once each."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pair.yaml").write_text("""
@@ -64,8 +60,7 @@ links: {zone: {gb_s: 1, latency_us: 50}}
     assert noted(*words, "--place", "--out", "placed.yaml")
 
 
-def test_keys_and_environments_of_other_machines_are_notes_of_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                                     capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_and_environments_of_other_machines_are_notes_of_a_plan(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     monkeypatch.delenv("TEACHER_KEY", raising=False)
     monkeypatch.setenv("DISTFLOW_SGLANG_PYTHON", "/cluster/bin/python")
@@ -92,8 +87,7 @@ nodes:
 
 
 @pytest.mark.parametrize("mode", [[], ["--set", "mode=async", "--set", "groups.rollout=2"]])
-def test_what_vllm_takes_is_shown_where_no_memory_is_known(mode: list[str], tmp_path: Path,
-                                                           capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_vllm_takes_is_shown_where_no_memory_is_known(mode, tmp_path, capsys):
     given = ["plan", "grpo", "--ranks", "4", "--set", "roles.actor.rollout=vllm", "--set",
              "roles.actor.generation.memory_share=0.4", *mode]
     assert main(given) == 0
@@ -105,7 +99,7 @@ def test_what_vllm_takes_is_shown_where_no_memory_is_known(mode: list[str], tmp_
     assert "40%" not in said
 
 
-def test_a_folder_for_runs_that_cannot_be_written_is_a_note_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_for_runs_that_cannot_be_written_is_a_note_of_a_plan(capsys):
     assert main(["plan", "grpo", "--set", "output=/proc/runs"]) == 0
     assert "note: the run folder cannot be written, /proc is not writable" in capsys.readouterr().out
     assert main(["validate", "grpo", "--set", "output=/proc/runs"]) == 2
@@ -121,13 +115,13 @@ def test_a_folder_for_runs_that_cannot_be_written_is_a_note_of_a_plan(capsys: py
     ("grpo --data '{train: x.jsonl, batch: 3}'", "Instead:  --set 'data={train: x.jsonl, batch: 3}'"),
     ("grpo --set output 'my runs'", "Instead:  --set 'output=my runs'"),
     ("grpo --verbose", "distflow validate --help")])
-def test_an_argument_that_a_verb_does_not_take(line: str, instead: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_argument_that_a_verb_does_not_take(line, instead, capsys):
     assert main(["validate", *shlex.split(line)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("distflow validate takes no `")
     assert instead in said
 
 
-def test_what_other_tools_call_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_other_tools_call_a_verb(capsys):
     assert main(["check", "grpo"]) == 2
     assert "distflow has no command `check`. Did you mean `validate`?" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """Settings are read from the shell scripts that start training elsewhere as the shell would read them."""
 
-from __future__ import annotations
-
 import pytest
 
 from distflow.cli.shell_script import shell_settings
@@ -24,7 +22,7 @@ python3 -m verl.trainer.main_ppo data.train_files="$files" \
 """
 
 
-def test_a_script_is_read_as_the_shell_would() -> None:
+def test_a_script_is_read_as_the_shell_would():
     settings, unknown = shell_settings(SCRIPT)
     assert settings == {
         "data.max_response_length": "20480", "data.half": "10242", "data.literal": "${data.half}",
@@ -36,13 +34,13 @@ def test_a_script_is_read_as_the_shell_would() -> None:
 
 @pytest.mark.parametrize("text", ["a.b='never closed", 'a.b="$(never closed', "a.b=$((1/0))", "a.b=$((x ? 1 : 2))",
                                   "a.b=${unclosed", "a.b=\\"])
-def test_what_no_shell_would_read_ends_nothing(text: str) -> None:
+def test_what_no_shell_would_read_ends_nothing(text):
     settings, unknown = shell_settings(text)
     assert list({**settings, **unknown}) == ["a.b"]
 
 
 @pytest.mark.parametrize("value", ["`date`", "${X:=3}", "${X%/*}", "${LIST[0]}", "$((9**9**9))"])
-def test_what_is_more_than_a_name_is_told_as_unknown(value: str) -> None:
+def test_what_is_more_than_a_name_is_told_as_unknown(value):
     settings, unknown = shell_settings(f"a.b={value}")
     assert settings == {}
     assert unknown == {"a.b": value}

@@ -237,7 +237,7 @@ OVERRIDES = [
 
 
 @pytest.fixture(autouse=True)
-def _in_bad_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_bad_inputs(monkeypatch):
     monkeypatch.chdir(BAD)
     monkeypatch.syspath_prepend(str(BAD / "modules"))
 
@@ -262,29 +262,29 @@ def check(expected: Case, file: str, mistakes: tuple[Diagnostic, ...]) -> None:
 
 
 @pytest.mark.parametrize("expected", DAGS, ids=str)
-def test_dag(expected: Case) -> None:
+def test_dag(expected):
     check(expected, f"dags/{expected.file}.yaml", mistakes_of(dag=expected.file))
 
 
 @pytest.mark.parametrize("expected", RUNS, ids=str)
-def test_run_file(expected: Case) -> None:
+def test_run_file(expected):
     check(expected, f"run_files/{expected.file}.yaml", mistakes_of(run=expected.file))
 
 
 @pytest.mark.parametrize("expected", CLUSTERS, ids=str)
-def test_cluster(expected: Case) -> None:
+def test_cluster(expected):
     file = f"clusters/{expected.file}.yaml"
     check(expected, file, mistakes_of(ranks=4, cluster=file))
 
 
 @pytest.mark.parametrize(("override", "says"), OVERRIDES)
-def test_override(override: str, says: str) -> None:
+def test_override(override, says):
     (mistake,) = mistakes_of(overrides=[override])
     assert str(mistake).startswith(f"--set {override}: ")
     assert says in str(mistake)
 
 
-def test_every_file_is_tried() -> None:
+def test_every_file_is_tried():
     elsewhere = {"good", "empty", "list", "cycle", "cycle_of_three", "two_cycles", "several", "missing_steps",
                  "no_roles", "wrong_values", "validation_without_training", "broken_module",
                  "crashing_module", "missing_in_module", "wrong_marks", "wrong_rewards"}
@@ -293,11 +293,11 @@ def test_every_file_is_tried() -> None:
         assert files - elsewhere == {each.file for each in cases}
 
 
-def test_what_is_good_passes() -> None:
+def test_what_is_good_passes():
     assert plan(load("dags/good.yaml", "run_files/good.yaml"), 2).tasks
 
 
-def test_wrong_values_are_all_shown() -> None:
+def test_wrong_values_are_all_shown():
     text = str(InvalidInput(mistakes_of(run="wrong_values")))
     for part in ("`steps` must be a whole number, not 'ten'", "`seed` must be at least 0, not -1",
                  "Did you mean `sync`?", "`wait_limit` must be a finite number, not inf",
@@ -307,19 +307,19 @@ def test_wrong_values_are_all_shown() -> None:
         assert part in text
 
 
-def test_missing_required_keys_of_a_run() -> None:
+def test_missing_required_keys_of_a_run():
     (mistake,) = mistakes_of(run="missing_steps")
     assert str(mistake) == "run_files/missing_steps.yaml: `steps` is missing.\nAdd `steps:` here."
     assert "role `actor` has no model" in str(mistakes_of(run="no_roles")[0])
 
 
 @pytest.mark.parametrize(("dag", "found"), [("empty", "nothing"), ("list", "a list")])
-def test_not_a_mapping(dag: str, found: str) -> None:
+def test_not_a_mapping(dag, found):
     (mistake,) = mistakes_of(dag=dag)
     assert str(mistake) == f"dags/{dag}.yaml: expected `key: value` lines, found {found}."
 
 
-def test_cycle_reads_as_in_the_style_guide() -> None:
+def test_cycle_reads_as_in_the_style_guide():
     (mistake,) = mistakes_of(dag="cycle")
     assert str(mistake) == """\
 dags/cycle.yaml: these nodes wait for each other, so none can run:
@@ -332,19 +332,19 @@ on `update`.
 Instead:  advantage: {…, dependencies: [reward]}"""
 
 
-def test_cycle_of_three_proposes_the_edge_that_points_down() -> None:
+def test_cycle_of_three_proposes_the_edge_that_points_down():
     (mistake,) = mistakes_of(dag="cycle_of_three")
     assert "    6 |  rollout     waits for  advantage\n    7 |  reward      waits for  rollout\n    8 |" in str(mistake)
     assert "Instead:  rollout: {…}  without `dependencies`" in str(mistake)
 
 
-def test_two_cycles_are_both_shown() -> None:
+def test_two_cycles_are_both_shown():
     first, second = mistakes_of(dag="two_cycles")
     assert "8 |  advantage   waits for  update" in str(first)
     assert "10 |  ping   waits for  pong" in str(second)
 
 
-def test_several_mistakes_of_both_files_are_counted() -> None:
+def test_several_mistakes_of_both_files_are_counted():
     text = str(InvalidInput(mistakes_of(dag="several", run="unknown_layout")))
     for part in ("several.yaml:7: unknown key `dependson`", "several.yaml:8: node `advantage`: there is no function",
                  "several.yaml:9: node `update` depends on `advantages`",
@@ -353,14 +353,14 @@ def test_several_mistakes_of_both_files_are_counted() -> None:
     assert text.endswith("\n\n5 mistakes.")
 
 
-def test_module_with_a_syntax_error() -> None:
+def test_module_with_a_syntax_error():
     (mistake,) = mistakes_of(dag="broken_module")
     assert str(mistake).startswith("modules/broken_module.py:3: module `broken_module` is not valid Python: ")
     assert "    3 |  def broken(:\n" in str(mistake)
     assert str(mistake).endswith("dags/broken_module.yaml:3 names the module.")
 
 
-def test_what_a_module_imports_and_is_not_there() -> None:
+def test_what_a_module_imports_and_is_not_there():
     """Found without running it. What a function or a `try` imports may be missing."""
     (mistake,) = mistakes_of(dag="missing_in_module")
     text = str(mistake)
@@ -377,7 +377,7 @@ def test_what_a_module_imports_and_is_not_there() -> None:
     ("workers.mine", "`workers` is a package of distflow itself: give yours another name."),
     ("kept.main", "module `kept.there` imports `kept.gone`, which cannot be found"),
 ])
-def test_how_a_module_is_probably_named(imported: str, says: str, tmp_path: Path) -> None:
+def test_how_a_module_is_probably_named(imported, says, tmp_path):
     (tmp_path / "brevity.py").write_text("")
     (tmp_path / "kept").mkdir()
     for name, text in (("__init__", ""), ("main", "from . import there\nfrom .there import it\n"),
@@ -390,7 +390,7 @@ def test_how_a_module_is_probably_named(imported: str, says: str, tmp_path: Path
     assert says in str(caught.value)
 
 
-def test_module_that_fails_when_imported() -> None:
+def test_module_that_fails_when_imported():
     (mistake,) = mistakes_of(dag="crashing_module")
     text = str(mistake)
     assert text.startswith("modules/crashing_module.py:4: module `crashing_module` fails when it is imported: "
@@ -399,7 +399,7 @@ def test_module_that_fails_when_imported() -> None:
     assert "dags/crashing_module.yaml:8 names the module." in text
 
 
-def test_marks_that_do_not_fit_their_function() -> None:
+def test_marks_that_do_not_fit_their_function():
     text = str(InvalidInput(mistakes_of(dag="wrong_marks")))
     for part in ("modules/wrong_marks.py:13: @node of `muddled`: `type` is 'COMPUT'", "`repeats` names `copies`",
                  "`requires` names column `reference_logprobs`", "`keep_together` is 'episode'",
@@ -413,14 +413,14 @@ def test_marks_that_do_not_fit_their_function() -> None:
         assert part in text
 
 
-def test_validation_needs_a_trained_role(tmp_path: Path) -> None:
+def test_validation_needs_a_trained_role(tmp_path):
     dag = tmp_path / "dag.yaml"
     dag.write_text("name: only\nroles: {actor: {}}\nnodes: {a: {role: actor, type: MODEL_INFERENCE}}\n")
     with pytest.raises(InvalidInput, match=r"training\.yaml:7: `validation` asks how well .* DAG `only` trains none"):
         plan(load(str(dag), "run_files/validation_without_training.yaml"), 2)
 
 
-def test_validation_needs_a_role_that_answers(tmp_path: Path) -> None:
+def test_validation_needs_a_role_that_answers(tmp_path):
     dag = tmp_path / "dag.yaml"
     dag.write_text("name: only\nroles: {actor: {trained: true, head: value}}\nnodes:\n"
                    "  pairs: {role: actor, type: MODEL_INFERENCE, function: labelled_pairs}\n"
@@ -433,11 +433,11 @@ def test_validation_needs_a_role_that_answers(tmp_path: Path) -> None:
     assert plan(load(str(dag), "run_files/good.yaml", columns), 2).tasks
 
 
-def test_no_ranks() -> None:
+def test_no_ranks():
     assert str(mistakes_of(ranks=0)[0]) == "a plan needs at least 1 rank, not 0."
 
 
-def test_of_many_mistakes_the_first_are_shown() -> None:
+def test_of_many_mistakes_the_first_are_shown():
     said = str(InvalidInput([Diagnostic(f"key {number} is unknown") for number in range(1000)]))
     assert "key 49 is" in said
     assert "key 50 is" not in said

@@ -1,14 +1,11 @@
 """Bad names, datasets and run folders: one message, exit code 2, nothing written."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,7 +27,7 @@ FIELDS = RequiredFields("question", ["answer"], imitated={"answer"})
 
 
 @pytest.fixture(autouse=True)
-def _in_bad_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_bad_inputs(monkeypatch):
     monkeypatch.chdir(BAD)
 
 
@@ -40,7 +37,7 @@ def _in_bad_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     (lambda: load("grpo", cluster="h900"), "cluster `h900` is neither"),
     (lambda: load("no/dag.yaml", "no/run.yaml"), "2 mistakes."),
 ], ids=["DAG", "run", "cluster", "both"])
-def test_unknown_names_list_what_is_shipped(load_it: Callable, says: str) -> None:
+def test_unknown_names_list_what_is_shipped(load_it, says):
     with pytest.raises(InvalidInput) as caught:
         plan(load_it(), 2)
     assert says in str(caught.value)
@@ -71,7 +68,7 @@ def test_unknown_names_list_what_is_shipped(load_it: Callable, says: str) -> Non
     ("packed.jsonl", ("data/packed.jsonl: it is packed by gzip.", "gzip -dc data/packed.jsonl > data/packed-unp")),
     ("not_parquet.parquet", ("data/not_parquet.parquet: not a Parquet file",)),
 ])
-def test_data(file: str, says: tuple[str, ...]) -> None:
+def test_data(file, says):
     with pytest.raises(InvalidInput) as caught:
         check_records(open_records(Path("data") / file), FIELDS)
     for part in says:
@@ -79,7 +76,7 @@ def test_data(file: str, says: tuple[str, ...]) -> None:
     assert len(caught.value.mistakes) == (2 if file == "messages.jsonl" else 1)
 
 
-def test_the_commands_that_mend_a_file_do(tmp_path: Path) -> None:
+def test_the_commands_that_mend_a_file_do(tmp_path):
     for file, made in (("list.json", "list.jsonl"), ("indented.json", "indented.jsonl"),
                        ("packed.jsonl", "packed-unpacked.jsonl"), ("latin.jsonl", "latin-utf8.jsonl"),
                        ("utf16.jsonl", "utf16-utf8.jsonl")):
@@ -103,7 +100,7 @@ def test_the_commands_that_mend_a_file_do(tmp_path: Path) -> None:
      "--set data.question=prompt --set data.answer=solution"),
     ({"question": "1 + 1?", "colour": "red"}, "answer", "It has: question, colour.\nSay which field to take:  --set "
      "data.answer=FIELD")])
-def test_the_likeliest_field_is_proposed(tmp_path: Path, record: dict[str, str], answer: str, said: str) -> None:
+def test_the_likeliest_field_is_proposed(tmp_path, record, answer, said):
     (tmp_path / "all.jsonl").write_text(json.dumps(record) + "\n")
     with pytest.raises(InvalidInput) as caught:
         check_records(open_records(tmp_path / "all.jsonl"), RequiredFields("question", [answer]))
@@ -111,7 +108,7 @@ def test_the_likeliest_field_is_proposed(tmp_path: Path, record: dict[str, str],
     assert "Did you mean" not in str(caught.value)
 
 
-def test_a_run_file_with_the_name_of_a_shipped_dag_is_to_be_renamed(tmp_path: Path, monkeypatch) -> None:
+def test_a_run_file_with_the_name_of_a_shipped_dag_is_to_be_renamed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("dpo.yaml").write_text((BAD / "run_files/good.yaml").read_text())
     with command_line.called_as("validate"), pytest.raises(InvalidInput) as caught:
@@ -124,7 +121,7 @@ def test_a_run_file_with_the_name_of_a_shipped_dag_is_to_be_renamed(tmp_path: Pa
     assert str(caught.value).endswith("mv dpo.yaml dpo_run.yaml\nand then:  distflow validate dpo --run my.yaml")
 
 
-def test_an_empty_question_is_passed_over_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_an_empty_question_is_passed_over_and_counted(tmp_path, capsys):
     """One blank question among many ended a run of days."""
     asked = ["1 + 1?", "", "2 + 2?", None]
     lines = [json.dumps({"question": question, "answer": number}) for number, question in enumerate(asked)]
@@ -147,7 +144,7 @@ def test_an_empty_question_is_passed_over_and_counted(tmp_path: Path, capsys: py
     ("{same.jsonl: 1, less.jsonl: 1}", "there is no data `less.jsonl`"),
     ("{same.jsonl: 1, wrong.jsonl: 1}", "wrong.jsonl:1: the record has no field `answer`"),
 ])
-def test_several_training_sets(tmp_path: Path, monkeypatch, capsys, sets: str, said: str) -> None:
+def test_several_training_sets(tmp_path, monkeypatch, capsys, sets, said):
     for name in ("same", "other"):
         (tmp_path / f"{name}.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}')
     (tmp_path / "wrong.jsonl").write_text('{"question": "1 + 1?"}')
@@ -163,7 +160,7 @@ def test_several_training_sets(tmp_path: Path, monkeypatch, capsys, sets: str, s
     ({"question": "1 + 1?", "answer": [{"value": 2}]}, "field `answer` must be text or a number, not [{'value': 2}]"),
     ({"question": "1 + 1?", "answer": [{"content": ""}]}, "field `answer` must be text or a number"),
 ])
-def test_what_has_a_wrong_form_is_not_passed_over_as_empty(tmp_path: Path, record: dict, said: str) -> None:
+def test_what_has_a_wrong_form_is_not_passed_over_as_empty(tmp_path, record, said):
     good = {"question": "1 + 1?", "answer": "2"}
     (tmp_path / "one.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(record)}\n")
     with pytest.raises(InvalidInput, match=r"one\.jsonl:2: ") as caught:
@@ -172,7 +169,7 @@ def test_what_has_a_wrong_form_is_not_passed_over_as_empty(tmp_path: Path, recor
     assert said in str(caught.value)
 
 
-def test_what_takes_the_place_of_an_empty_question(tmp_path: Path) -> None:
+def test_what_takes_the_place_of_an_empty_question(tmp_path):
     texts = ["", "a", "", "b", ""]
     (tmp_path / "some.jsonl").write_text("\n".join(json.dumps({"question": text, "answer": "0"}) for text in texts))
     (tmp_path / "none.jsonl").write_text('{"question": "", "answer": "0"}\n' * 2)
@@ -199,7 +196,7 @@ def test_what_takes_the_place_of_an_empty_question(tmp_path: Path) -> None:
     assert "Without images prompts can be cut:  data: {long_prompts: cut}" in str(caught.value)
 
 
-def test_a_batch_far_beyond_the_records_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_batch_far_beyond_the_records_is_refused_at_once(tmp_path, capsys):
     validate = ["validate", "dags/good.yaml", "--run-file", "run_files/good.yaml"]
     assert cli.main([*validate, "--set", "data.batch=100000000"]) == 2
     said = capsys.readouterr().err
@@ -212,7 +209,7 @@ def test_a_batch_far_beyond_the_records_is_refused_at_once(tmp_path: Path, capsy
     assert "note: data.batch (256) is more than the 2 records" in capsys.readouterr().out
 
 
-def test_fields_of_ones_own_are_asked_of_the_training_data_alone(capsys: pytest.CaptureFixture) -> None:
+def test_fields_of_ones_own_are_asked_of_the_training_data_alone(capsys):
     """Validation answers questions; it needs no pairs. The shipped run of `dpo` validates on problems without any."""
     assert cli.main(["validate", "dpo"]) == 0
     assert cli.main(["validate", "dpo", "--set", "data.columns=[chosen, rejected, third]"]) == 2
@@ -232,13 +229,13 @@ def test_fields_of_ones_own_are_asked_of_the_training_data_alone(capsys: pytest.
     (["grpo", "--ranks", "1", "--set", "layouts.update.tp=2"], "splits its model over 2 ranks (tp: 2), which do not"),
     (["grpo", "--set", "roles.actor.replicas=4"], "wants 4 replicas, which do not divide the 2 ranks"),
 ])
-def test_what_was_confused_is_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture) -> None:
+def test_what_was_confused_is_named(arguments, says, capsys):
     assert cli.main(["validate", *arguments]) == 2
     assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["planners", "workers"])
-def test_a_project_with_packages_of_our_names(name: str, tmp_path: Path) -> None:
+def test_a_project_with_packages_of_our_names(name, tmp_path):
     """One in the current folder does not matter; one that Python finds before ours is named."""
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text("")
@@ -254,7 +251,7 @@ def test_a_project_with_packages_of_our_names(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("verb", ["resume", "evaluate", "set"])
-def test_half_a_launch_file_is_named(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_half_a_launch_file_is_named(verb, tmp_path, capsys):
     (tmp_path / "launch.json").write_text('{"search": [')
     (tmp_path / "dag.yaml").write_text("name: a\nroles: {actor: {trained: true, copy_of: null}}\nnodes: {}\n")
     (tmp_path / "run.yaml").write_text("data: {}\nroles: {}\n")
@@ -264,13 +261,13 @@ def test_half_a_launch_file_is_named(verb: str, tmp_path: Path, capsys: pytest.C
 
 
 @pytest.fixture
-def good(tmp_path: Path) -> list[str]:
+def good(tmp_path):
     return ["--dag", "dags/good.yaml", "--run-file", "run_files/good.yaml", "--set", f"output={tmp_path / 'out'}"]
 
 
 @pytest.mark.parametrize("more", [["--set", "steps=no"], ["--set", "data.train=../data/malformed.jsonl"],
                                   ["--dag", "dags/cycle.yaml"]])
-def test_launch_gives_one_message_and_exit_code_2(good: list[str], tmp_path: Path, more: list[str]) -> None:
+def test_launch_gives_one_message_and_exit_code_2(good, tmp_path, more):
     done = subprocess.run([sys.executable, str(ROOT / "distflow/launch.py"), *good, *more], cwd=BAD, check=False,
                           capture_output=True, text=True, timeout=60, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 2, done.stderr
@@ -282,7 +279,7 @@ def test_launch_gives_one_message_and_exit_code_2(good: list[str], tmp_path: Pat
 @pytest.mark.parametrize(("written", "noted"), [
     ("End with #### and the number.", '{file}:4:  prompt_suffix: "End with #### and the number."'),
     ("End with it. # as GSM8K does", ""), ('"End with #### and the number."', ""), ("End with#it", "")])
-def test_a_text_that_a_comment_cuts_is_noted(tmp_path: Path, written: str, noted: str) -> None:
+def test_a_text_that_a_comment_cuts_is_noted(tmp_path, written, noted):
     file = tmp_path / "run.yaml"
     (tmp_path / "sums.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     file.write_text(f"steps: 1\nroles: {{actor: {{model: {{architecture: qwen3}}}}}}\n"

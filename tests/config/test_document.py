@@ -1,7 +1,5 @@
 """Mistakes are collected, and what is wrong is replaced by a guess, so that later checks can go on."""
 
-from __future__ import annotations
-
 import pytest
 
 from distflow.config.run import Run
@@ -11,7 +9,7 @@ from distflow.errors import InvalidInput
 GOOD = "steps: 3\ndata: {train: x.jsonl}\n"
 
 
-def test_a_misspelt_key_is_taken_for_what_was_meant() -> None:
+def test_a_misspelt_key_is_taken_for_what_was_meant():
     run, mistakes = check(Run, parse("stepz: 3\ndata: {train: x.jsonl}\n", "file"))
     assert run is not None
     assert run.steps == 3
@@ -20,7 +18,7 @@ def test_a_misspelt_key_is_taken_for_what_was_meant() -> None:
 
 @pytest.mark.parametrize("text", ["steps: ten\ndata: {train: x}\n", "data: {train: x}\n", "steps: 3\n",
                                   "steps: 3\ndata: 5\n", "steps: 3\ndata: {train: 5}\n", "steps: 3\ndata: {}\n"])
-def test_required_values_have_stand_ins(text: str) -> None:
+def test_required_values_have_stand_ins(text):
     run, mistakes = check(Run, parse(text, "file"))
     assert run is not None
     assert len(mistakes) == 1
@@ -34,7 +32,7 @@ def test_required_values_have_stand_ins(text: str) -> None:
     ("staleness: -1", "`staleness` must be at least 0, not -1"),
     ("samples: -1", "`samples`: -1 is neither a number of rows, as 4, nor `all`"),
 ])
-def test_types_are_strict_and_named_in_plain_words(line: str, says: str) -> None:
+def test_types_are_strict_and_named_in_plain_words(line, says):
     _, mistakes = check(Run, parse(GOOD + line + "\n", "file"))
     assert [mistake.what for mistake in mistakes] == [says]
 
@@ -44,7 +42,7 @@ def test_types_are_strict_and_named_in_plain_words(line: str, says: str) -> None
     ("roles: {actor: {temperature: 0.6}}\n", "It is a key of `roles.NAME.generation` and of `validation`. Known: "),
     ("roles: {actor: {lr: 1e-6}}\n", "Did you mean `learning_rate`? Known: "),
     ("checkpoint: 5\n", "Its keys: every, keep, to.")])
-def test_a_hint_says_where_a_key_belongs(text: str, hint: str) -> None:
+def test_a_hint_says_where_a_key_belongs(text, hint):
     _, mistakes = check(Run, parse(GOOD + text, "file"))
     assert len(mistakes) == 1
     assert mistakes[0].hint.startswith(hint)
@@ -55,5 +53,5 @@ def test_a_hint_says_where_a_key_belongs(text: str, hint: str) -> None:
     ("there is none. Name one:  --data x.jsonl", "there is none. Name one:  --data x.jsonl"),
     ("name one, as  --data x.jsonl   or leave it out", "name one, as  --data x.jsonl   or leave it out."),
     ("it is wrong:", "it is wrong:")])
-def test_a_line_to_paste_ends_without_a_full_stop(text: str, shown: str) -> None:
+def test_a_line_to_paste_ends_without_a_full_stop(text, shown):
     assert str(InvalidInput(text)) == shown

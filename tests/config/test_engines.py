@@ -1,7 +1,5 @@
 """The table of engines: what it names exists, and the list that users see is the one that is enforced."""
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import PackageNotFoundError
 from unittest.mock import Mock

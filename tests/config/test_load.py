@@ -24,7 +24,7 @@ from planners import plan
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_an_override_goes_where_its_key_belongs() -> None:
+def test_an_override_goes_where_its_key_belongs():
     spec = load("grpo.yaml", None, ["roles.actor.learning_rate=1e-6", "nodes.rollout.with.group_size=4", "steps=7",
                                     "roles.reference.copy_of=actor", "layouts.reward.dp=1", "output=elsewhere"])
     assert spec.run.roles["actor"].learning_rate == 1e-6
@@ -35,7 +35,7 @@ def test_an_override_goes_where_its_key_belongs() -> None:
 
 
 @pytest.mark.parametrize("dag", sorted(path.stem for path in (ROOT / "dags").glob("*.yaml")))
-def test_a_run_folder_gives_the_same_plan(dag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_folder_gives_the_same_plan(dag, tmp_path, monkeypatch):
     spec = load(dag, None, ["data.batch=7", "seed=3"])
     for kind, content in spec.resolved().items():
         (tmp_path / f"{kind}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
@@ -45,7 +45,7 @@ def test_a_run_folder_gives_the_same_plan(dag: str, tmp_path: Path, monkeypatch:
     assert again.resolved() == spec.resolved()
 
 
-def test_reload_passes_over_removed_keys_that_said_nothing(tmp_path: Path) -> None:
+def test_reload_passes_over_removed_keys_that_said_nothing(tmp_path):
     """Those of a run that an older version has written."""
     spec = load("grpo", None, ["robust={snapshots: local, restarts: 0}"])
     kinds = spec.resolved()
@@ -76,7 +76,7 @@ def with_lines(folder: Path, text: str) -> str:
     ("log: [{mlflow: {experiment: distflow}}]", "log: [mlflow]"),
     ("robust: {neighbour: false}", "robust: {snapshots: local}"), ("robust: {restart: task}", "robust: {restarts: 0}"),
     ("robust: {peer_replica: false}", "robust: {snapshots: local}")])
-def test_load_reads_older_keys_as_what_says_the_same_today(tmp_path: Path, text: str, today: str) -> None:
+def test_load_reads_older_keys_as_what_says_the_same_today(tmp_path, text, today):
     older, newer = (load("grpo", with_lines(tmp_path, each)) for each in (text, today))
     assert not older.mistakes
     if not text.startswith("training_api"):
@@ -85,7 +85,7 @@ def test_load_reads_older_keys_as_what_says_the_same_today(tmp_path: Path, text:
 
 @pytest.mark.parametrize(("written", "address"), [("localhost", "localhost:0"), ("0.0.0.0:8000", "0.0.0.0:8000"),
                                                   ("'[::1]:80'", "[::1]:80")])
-def test_load_reads_an_address_with_its_port(written: str, address: str) -> None:
+def test_load_reads_an_address_with_its_port(written, address):
     assert load("grpo", None, [f"training_api={written}"]).run.training_api == address
 
 
@@ -95,12 +95,12 @@ def test_load_reads_an_address_with_its_port(written: str, address: str) -> None
     ("log: [{wandb: {entity: us}}]", "export WANDB_ENTITY"),
     ("log: [{mlflow: {uri: x.db}}]", "export MLFLOW_TRACKING_URI"),
     ("faults: [{kind: kill, share: 0.1}]", "Instead, a fault for each step")])
-def test_load_refuses_a_removed_key_with_the_line_to_write_instead(tmp_path: Path, text: str, hint: str) -> None:
+def test_load_refuses_a_removed_key_with_the_line_to_write_instead(tmp_path, text, hint):
     with pytest.raises(InvalidInput, match=f"(?s)unknown key `.*{hint}"):
         load("grpo", with_lines(tmp_path, text))
 
 
-def test_set_reads_older_keys_too() -> None:
+def test_set_reads_older_keys_too():
     spec = load_for_planning("grpo", None, ["data.enable_thinking=false", "all_samples=true", "timeline=true",
                                             "robust.detectors.weight_decay=stop"])
     assert spec.run.robust.detectors == {"unusual_setting": "stop"}
@@ -111,7 +111,7 @@ def test_set_reads_older_keys_too() -> None:
 
 
 @pytest.mark.parametrize(("sizes", "fits"), [("heads: 2, head_dim: 32", True), ("heads: 4, head_dim: 32", False)])
-def test_load_passes_over_a_head_dim_that_follows_from_the_other_sizes(sizes: str, fits: bool) -> None:
+def test_load_passes_over_a_head_dim_that_follows_from_the_other_sizes(sizes, fits):
     model = f"roles.actor.model={{architecture: qwen3, layers: 2, hidden: 64, kv_heads: 1, {sizes}}}"
     if fits:
         assert not load("grpo", None, [model]).mistakes
@@ -124,19 +124,19 @@ def test_load_passes_over_a_head_dim_that_follows_from_the_other_sizes(sizes: st
 
 @pytest.mark.parametrize(("lora", "alpha"), [
     ("rank: 4, rslora: true", 64), ("rank: 4, alpha: 8, rslora: true", 16), ("alpha: 8, rslora: false", 8)])
-def test_load_reads_rslora_as_the_alpha_that_scales_alike(lora: str, alpha: float) -> None:
+def test_load_reads_rslora_as_the_alpha_that_scales_alike(lora, alpha):
     assert load_for_planning("grpo", None, [f"roles.actor.lora={{{lora}}}"]).run.roles["actor"].lora.alpha == alpha
 
 
 @pytest.mark.parametrize(("lora", "wrong"), [
     ("rank: -4", "rank` must be greater than 0"), ("rank: four", "rank` must be a whole number"),
     ("alpha: -8", "alpha` must be greater than 0")])
-def test_load_tells_only_what_is_wrong_beside_rslora(lora: str, wrong: str) -> None:
+def test_load_tells_only_what_is_wrong_beside_rslora(lora, wrong):
     (mistake,) = load_for_planning("grpo", None, [f"roles.actor.lora={{{lora}, rslora: true}}"]).mistakes
     assert wrong in mistake.what
 
 
-def test_load_reads_the_cluster_of_a_run_that_an_older_version_has_begun(tmp_path: Path) -> None:
+def test_load_reads_the_cluster_of_a_run_that_an_older_version_has_begun(tmp_path):
     """Its file says every key, also where it says nothing."""
     own = load_for_planning("grpo", None, [], "h200_a100").cluster
     content = own.model_dump(mode="json")
@@ -151,14 +151,14 @@ def test_load_reads_the_cluster_of_a_run_that_an_older_version_has_begun(tmp_pat
         {"here-there": 3, **{name: link.gb_s for name, link in own.links.items()}}
 
 
-def test_load_passes_over_fuse_false_where_rows_are_sampled_alone() -> None:
+def test_load_passes_over_fuse_false_where_rows_are_sampled_alone():
     """As runs were set for equal bits; they can be resumed."""
     alone = "roles.actor.generation.batch_rows=1"
     spec = load_for_planning("grpo", None, ["fuse=false", alone])
     assert spec.resolved() == load_for_planning("grpo", None, [alone]).resolved()
 
 
-def test_load_reads_paths_and_the_name_of_an_older_cluster(tmp_path: Path) -> None:
+def test_load_reads_paths_and_the_name_of_an_older_cluster(tmp_path):
     text = (SHIPPED / "clusters/multi_region.yaml").read_text()
     ends = "[a, b], gb_s: 2, latency_us: 3"
     zones = "machines: {one: {device: x, devices: 1, zone: a}, two: {device: x, devices: 1, zone: b}}"
@@ -176,7 +176,7 @@ def test_load_reads_paths_and_the_name_of_an_older_cluster(tmp_path: Path) -> No
         load("grpo", with_lines(tmp_path, "name: mine"))
 
 
-def test_a_removed_key_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
+def test_a_removed_key_is_refused_with_what_to_write_instead(tmp_path):
     """In the folder of a run that an older version has begun it is no mistake if it said nothing."""
     for kind, content in load("ppo").resolved().items():
         (tmp_path / f"{kind}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
@@ -188,13 +188,13 @@ def test_a_removed_key_is_refused_with_what_to_write_instead(tmp_path: Path) -> 
         load("ppo", str(tmp_path / "run.yaml"))
 
 
-def test_a_dag_with_data_of_its_own_has_its_own_run() -> None:
+def test_a_dag_with_data_of_its_own_has_its_own_run():
     assert load("dpo.yaml").run_source.file.endswith("embedded_dpo.yaml")
     assert load("ppo").run_source.file.endswith("embedded.yaml")
     assert load("reward_model", "embedded_reward_model").run == load(str(ROOT / "dags/reward_model.yaml")).run
 
 
-def test_loading_and_planning_import_no_torch() -> None:
+def test_loading_and_planning_import_no_torch():
     script = ("import distflow, sys, time; from distflow.config.load import load; from planners import plan; "
               "from distflow.data import dataset; from distflow.telemetry import run_folder; import distflow.launch; "
               "plan(load('grpo.yaml'), 2); print(time.process_time()); "
@@ -211,7 +211,7 @@ def test_loading_and_planning_import_no_torch() -> None:
     ("update.clip=0.3", "nodes.update.with.clip=0.3"), ("nodes.update.clip=0.3", "nodes.update.with.clip=0.3"),
     ("node.update.with.clip=0.3", "nodes.update.with.clip=0.3"), ("lr=1e-5", "roles.actor.learning_rate=1e-5"),
     ("learning_rate=1e-5", "roles.actor.learning_rate=1e-5"), ("actor.dtype=float32", "roles.actor.dtype=float32")])
-def test_a_key_that_is_set_in_another_place_is_named_whole(given: str, meant: str) -> None:
+def test_a_key_that_is_set_in_another_place_is_named_whole(given, meant):
     with pytest.raises(InvalidInput) as caught:
         load("grpo", overrides=[given])
     assert str(caught.value).startswith(f"--set {given}: unknown key `")
@@ -219,14 +219,14 @@ def test_a_key_that_is_set_in_another_place_is_named_whole(given: str, meant: st
     load("grpo", overrides=[meant])
 
 
-def test_a_node_that_is_not_there_is_not_begun_by_a_setting() -> None:
+def test_a_node_that_is_not_there_is_not_begun_by_a_setting():
     with pytest.raises(InvalidInput) as caught:
         load("grpo", overrides=["nodes.rewad.with.reward=math"])
     assert str(caught.value).startswith("--set nodes.rewad.with.reward=math: there is no node `rewad`.\n"
                                         "Did you mean `reward`?")
 
 
-def test_a_run_is_not_resumed_with_another_dag(capsys) -> None:
+def test_a_run_is_not_resumed_with_another_dag(capsys):
     assert main(["resume", "runs/x", "--dag", "mine.yaml"]) == 2
     assert "begin another run with its model:  distflow run DAG" in capsys.readouterr().err
 
@@ -243,7 +243,7 @@ def test_a_run_is_not_resumed_with_another_dag(capsys) -> None:
     (("grpo", "--cluster", "our.yaml"), "ours.yaml"),
     (("grpo", "--run", "my run.yaml"), "train.jsonl"),
 ])
-def test_the_file_that_is_meant_is_of_the_kind_that_is_asked_for(line, meant, tmp_path, monkeypatch, capsys) -> None:
+def test_the_file_that_is_meant_is_of_the_kind_that_is_asked_for(line, meant, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("embed.yaml").write_text((SHIPPED / "grpo.yaml").read_text())
     run = (SHIPPED / "runs/embedded.yaml").read_text()
@@ -269,7 +269,7 @@ def limit_memory(tmp_path, monkeypatch):
     return write
 
 
-def test_a_fault_that_takes_all_memory_needs_a_limit(tmp_path, monkeypatch, capsys, limit_memory) -> None:
+def test_a_fault_that_takes_all_memory_needs_a_limit(tmp_path, monkeypatch, capsys, limit_memory):
     run = tmp_path / "run.yaml"
     run.write_text((SHIPPED / "runs/embedded.yaml").read_text() + "faults:\n  - {kind: kill, step: 2}\n"
                                                                   "  - {kind: oom, step: 3}\n")
@@ -287,7 +287,7 @@ def test_a_fault_that_takes_all_memory_needs_a_limit(tmp_path, monkeypatch, caps
     assert main(["validate", "grpo", "--run", str(run)]) == 0
 
 
-def test_a_limit_of_more_than_is_free_is_none_for_a_fault(monkeypatch, capsys, limit_memory) -> None:
+def test_a_limit_of_more_than_is_free_is_none_for_a_fault(monkeypatch, capsys, limit_memory):
     memory = SimpleNamespace(total=64 << 30, available=6 << 30)
     monkeypatch.setattr(memory_limit.psutil, "virtual_memory", lambda: memory)
     limit_memory(8 << 30)
@@ -297,7 +297,7 @@ def test_a_limit_of_more_than_is_free_is_none_for_a_fault(monkeypatch, capsys, l
     assert "systemd-run --user --scope -p MemoryMax=3072M  distflow run" in said
 
 
-def test_a_recorded_fault_matters_only_where_it_would_be_injected(tmp_path, monkeypatch, capsys, limit_memory) -> None:
+def test_a_recorded_fault_matters_only_where_it_would_be_injected(tmp_path, monkeypatch, capsys, limit_memory):
     limit_memory(2**20)
     spec = load("grpo", None, ["faults=[{kind: oom, step: 3}, {kind: oom, step: 5}, {kind: oom, step: 7}]"])
     folder = tmp_path / "run"
@@ -319,7 +319,7 @@ def test_a_recorded_fault_matters_only_where_it_would_be_injected(tmp_path, monk
     assert not reload(folder).mistakes
 
 
-def test_a_function_of_a_module_here_is_found_for_whoever_named_it_otherwise(tmp_path, monkeypatch) -> None:
+def test_a_function_of_a_module_here_is_found_for_whoever_named_it_otherwise(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     Path("mine.py").write_text("from distflow import loss, node, reward\n\n@reward\ndef near_by(completion): ...\n\n"
@@ -339,7 +339,7 @@ def test_a_function_of_a_module_here_is_found_for_whoever_named_it_otherwise(tmp
         assert said in str(caught.value), given
 
 
-def test_a_module_next_to_the_run_file_is_found(tmp_path, monkeypatch) -> None:
+def test_a_module_next_to_the_run_file_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     folder = tmp_path / "elsewhere"

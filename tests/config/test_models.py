@@ -192,6 +192,6 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path, words, added, odd
     assert not odd or f"(first difference: {odd})" in found[0]
 
 
-def test_sizes_of_a_tiny_architecture_are_refused_beside_a_folder() -> None:
+def test_sizes_of_a_tiny_architecture_are_refused_beside_a_folder():
     with pytest.raises(InvalidInput, match="`layers` is a size of a tiny `architecture`"):
         load("grpo", None, ["roles.actor.model={path: arithmetic_sft, layers: 2}"])

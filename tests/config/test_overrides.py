@@ -1,9 +1,5 @@
 """Values of `--set`: a key that takes text takes it as it is, and any other YAML."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from distflow.config.load import load
@@ -24,10 +20,10 @@ SUFFIX = " End with #### and the number. "
     ("roles.actor.model", "my model #2", "my model #2"), ("data.train", "{a.jsonl: 2}", {"a.jsonl": 2}),
     ("steps", " 5 # few", 5), ("nodes.reward.with.reward", "{math: 1}", {"math": 1}), ("mode", " async", "async"),
 ])
-def test_set_takes_text_as_it_is(key: str, text: str, value: Any) -> None:
+def test_set_takes_text_as_it_is(key, text, value):
     assert given_value(Run, tuple(key.split(".")), text, f"--set {key}={text}") == value
 
 
-def test_set_keeps_what_looks_like_a_comment() -> None:
+def test_set_keeps_what_looks_like_a_comment():
     assert load("grpo", None, [f"data.prompt_suffix={SUFFIX}"]).run.data.prompt_suffix == SUFFIX
     assert load("grpo", None, ["data.prompt_suffix = Now."]).run.data.prompt_suffix == "Now."

@@ -31,7 +31,7 @@ MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """The folder in which sizes are kept, empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     sizes._answer.cache_clear()
@@ -40,7 +40,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_arithmetic_counts_what_the_model_has(kind: str, tied: bool) -> None:
+def test_arithmetic_counts_what_the_model_has(kind, tied):
     """All that the model itself says: parameters, head, experts, and FLOPs and caches of rows."""
     from transformers import CONFIG_MAPPING
 
@@ -63,7 +63,7 @@ def test_arithmetic_counts_what_the_model_has(kind: str, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_published_models_have_the_parameters_that_are_stated(name: str) -> None:
+def test_published_models_have_the_parameters_that_are_stated(name):
     """By what builds them: the process that does is proved below."""
     from transformers import CONFIG_MAPPING
 
@@ -79,7 +79,7 @@ def test_published_models_have_the_parameters_that_are_stated(name: str) -> None
     assert shape.cached == said["cached"]
 
 
-def test_another_process_describes_a_model_once(cache: Path, describing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_describes_a_model_once(cache, describing, monkeypatch):
     """Its answer is kept; a broken answer is asked again, and one that cannot be kept is no error."""
     config = {"model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 77}
     first = shape_of(config)
@@ -106,7 +106,7 @@ def test_another_process_describes_a_model_once(cache: Path, describing: None, m
 @pytest.mark.parametrize(("config", "says"), [
     ({"model_type": "bamba", "hidden_size": "wide"}, "hidden_size"),
     ({"model_type": "trocr", "is_encoder_decoder": True}, "an encoder reads its prompts (is_encoder_decoder)")])
-def test_what_transformers_or_engines_refuse_is_refused(cache: Path, config: dict, says: str) -> None:
+def test_what_transformers_or_engines_refuse_is_refused(cache, config, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         shape_of(config)
 
@@ -130,29 +130,28 @@ def write(folder: Path, config: dict | str) -> Path:
     ({"model_type": "llama", "hidden_size": 64}, "it has no 'num_hidden_layers'"),
     ({**PLAIN, "model_type": "llama", "rope_scaling": {"type": "unheard-of", "factor": 2.0}}, "KeyError: 'unheard-of'"),
     ({**PLAIN, "model_type": "llama", "pad_token_id": 320}, "Padding_idx must be within num_embeddings")])
-def test_what_is_no_causal_language_model_is_refused_with_its_line(tmp_path: Path, config: dict | str,
-                                                                   says: str) -> None:
+def test_what_is_no_causal_language_model_is_refused_with_its_line(tmp_path, config, says):
     spec = load_for_planning("grpo", None, [f"roles.actor.model={write(tmp_path / 'model', config)}"])
     mistake, = (mistake for mistake in spec.mistakes if "role `actor`" in mistake.what)
     assert says in mistake.what
     assert not mistake.of_machine
 
 
-def test_quantized_weights_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
+def test_quantized_weights_are_refused_before_they_are_loaded(tmp_path):
     config = {**PLAIN, "model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4}}
     assert "has quantized weights (quant_method: awq), and training needs them whole" in refused_on_this_machine(
         write(tmp_path / "quantized", config))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
-def test_narrow_weights_are_refused_also_where_no_quantization_is_named(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_narrow_weights_are_refused_also_where_no_quantization_is_named(tmp_path, dtype):
     folder = write(tmp_path / "model", {**PLAIN, "model_type": "llama"})
     for narrow, says in (("up_proj.weight", True), ("attn.bias", False)):
         save_file({"norm.weight": torch.ones(4), narrow: torch.ones(4).to(dtype)}, folder / "model.safetensors")
         assert (f"has quantized weights ({narrow}: " in refused_on_this_machine(folder)) == says
 
 
-def test_an_adapter_beside_a_model_is_refused_as_transformers_would_load_both(tmp_path: Path) -> None:
+def test_an_adapter_beside_a_model_is_refused_as_transformers_would_load_both(tmp_path):
     folder = write(tmp_path / "model", {**PLAIN, "model_type": "llama"})
     (folder / "adapter_config.json").write_text("{}")
     for whole, says in ((True, "has an adapter beside a model, which may have it in its weights already"),
@@ -188,8 +187,7 @@ TORCH = "pytorch_model.bin"
     ("generation_config.json", '{"eos_token_id": [1,', "generation_config.json is cut off"),
     ("tokenizer_config.json", '{"eos_token":', "tokenizer_config.json is cut off"),
     ("tokenizer.json", None, ""), ("model.safetensors", None, ""), (TORCH, None, "")])
-def test_half_a_download_is_refused_before_weights_are_loaded(tmp_path: Path, file: str, content: str | bytes | int,
-                                                              says: str) -> None:
+def test_half_a_download_is_refused_before_weights_are_loaded(tmp_path, file, content, says):
     """A number is where a whole file of weights is cut."""
     folder = write(tmp_path / "model", {**PLAIN, "model_type": "llama"})
     if file not in ("model.safetensors", "tokenizer.json") and not file.startswith(("generation", "tokenizer")):
@@ -206,7 +204,7 @@ def test_half_a_download_is_refused_before_weights_are_loaded(tmp_path: Path, fi
     assert bool(said) == bool(says)
 
 
-def test_of_two_files_the_one_that_is_loaded_must_be_whole(tmp_path: Path) -> None:
+def test_of_two_files_the_one_that_is_loaded_must_be_whole(tmp_path):
     """As transformers chooses: a file before its index, what the configuration names before both, the fast tokenizer
     before another."""
     folder = write(tmp_path / "model", {**PLAIN, "model_type": "llama"})
@@ -227,13 +225,13 @@ def test_of_two_files_the_one_that_is_loaded_must_be_whole(tmp_path: Path) -> No
     assert "its index names, and it lacks: lost.safetensors" in refused_on_this_machine(folder)
 
 
-def test_an_encoder_as_reward_model_is_refused_with_the_way_that_takes_it(tmp_path: Path) -> None:
+def test_an_encoder_as_reward_model_is_refused_with_the_way_that_takes_it(tmp_path):
     folder = write(tmp_path / "encoder", {"model_type": "roberta"})
     hints = [mistake.hint for mistake in load_for_planning("ppo", None, [f"roles.critic.model={folder}"]).mistakes]
     assert any("see examples/encoder_reward" in hint for hint in hints)
 
 
-def test_a_value_head_is_refused_where_transformers_has_no_classifier(tmp_path: Path) -> None:
+def test_a_value_head_is_refused_where_transformers_has_no_classifier(tmp_path):
     folders = [write(tmp_path / kind, {**PLAIN, "model_type": kind}) for kind in ("llama", "bloom", "mamba")]
     for folder, refused in zip(folders, (False, False, True)):
         for role in ("critic", "actor"):  # whose model the critic takes where it has none
@@ -249,7 +247,7 @@ def planned(folder: Path, dag: str, *overrides: str):
 
 
 @pytest.fixture
-def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def described(tmp_path, monkeypatch):
     """`described(config)`: a folder whose sizes are described by this process, which has loaded torch."""
     from transformers import CONFIG_MAPPING
 
@@ -283,7 +281,7 @@ LIMITS = "data.max_prompt_tokens=60", "roles.actor.generation.max_new_tokens=41"
     (OPT, "sft", "has learned 100 positions"),
     (DYNAMIC, "grpo", "beyond 100 tokens the rotary frequencies"), (DYNAMIC, "sft", ""),
     (LONGROPE, "grpo", "beyond 100 tokens the rotary frequencies"), (LONGROPE, "dpo", "")])
-def test_rows_longer_than_positions_allow_are_refused(described, config: dict, dag: str, says: str) -> None:
+def test_rows_longer_than_positions_allow_are_refused(described, config, dag, says):
     folder = described(config)
     if says:
         with pytest.raises(InvalidInput) as caught:
@@ -297,7 +295,7 @@ def test_rows_longer_than_positions_allow_are_refused(described, config: dict, d
     assert planned(folder, dag, *LIMITS, "data.max_prompt_tokens=59").ranks == 1
 
 
-def test_unknown_sizes_are_told_and_planned(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_sizes_are_told_and_planned(tmp_path, cache, monkeypatch):
     monkeypatch.setattr(sizes, "_ask", lambda *_: (-1, None))
     sizes._answer.cache_clear()
     folder = write(tmp_path / "model", LEARNED)
@@ -309,7 +307,7 @@ def test_unknown_sizes_are_told_and_planned(tmp_path: Path, cache: Path, monkeyp
     assert any(note.endswith("its model mixes tokens by recurrence") for note in planned(folder, "sft").notes)
 
 
-def test_known_sizes_load_no_torch(tmp_path: Path) -> None:
+def test_known_sizes_load_no_torch(tmp_path):
     folder = write(tmp_path / "model", {**PLAIN, "model_type": "qwen3"})
     script = ("import sys\nfrom distflow.config.load import load_for_planning\n"
               f"spec = load_for_planning('grpo', None, ['roles.actor.model={folder}'])\n"

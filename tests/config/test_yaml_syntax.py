@@ -1,7 +1,5 @@
 """Text that is not YAML: the mistake, its place and a correction that works, for each usual mistake."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -37,7 +35,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_place_the_mistake_and_a_correction_that_works(name: str) -> None:
+def test_the_place_the_mistake_and_a_correction_that_works(name):
     text, place, what = CASES[name]
     with pytest.raises(InvalidInput) as caught:
         parse(text, "my.yaml")
@@ -57,12 +55,12 @@ def test_the_place_the_mistake_and_a_correction_that_works(name: str) -> None:
     assert parse("\n".join(corrected), "my.yaml").data
 
 
-def test_what_no_rule_knows_is_said_in_the_parsers_words() -> None:
+def test_what_no_rule_knows_is_said_in_the_parsers_words():
     with pytest.raises(InvalidInput, match=r"(?s)my\.yaml:2:1: YAML cannot read this.*Its parser says: .*document"):
         parse("--- a\n--- b\n", "my.yaml")
 
 
-def test_a_colon_without_a_space_in_braces_is_named() -> None:
+def test_a_colon_without_a_space_in_braces_is_named():
     _, mistakes = check(Dag, parse("name: a\nroles: {actor: {trained:true}}\nnodes: {}\n", "my.yaml"))
     assert "my.yaml:2: a space is missing after the colon" in str(mistakes[0])
     assert mistakes[0].hint == "Instead:  trained: true"

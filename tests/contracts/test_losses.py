@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from harness import ROOT
@@ -47,7 +45,7 @@ LINE = "  update: {role: actor, type: MODEL_TRAIN, function: policy_update, depe
 
 
 @pytest.fixture
-def mistakes(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[str, list[Diagnostic]]]:
+def mistakes(workspace, monkeypatch):
     """`mistakes("loss: MODULE:fine")`: the module's name, and what is wrong with a DAG whose update has these
     settings."""
     module = f"losses_{uuid.uuid4().hex}"

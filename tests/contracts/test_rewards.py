@@ -35,7 +35,7 @@ validation: {{data: {{heldout: data/good.jsonl}}, reward: {reward}}}
 
 
 @pytest.fixture(autouse=True)
-def _in_bad_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_bad_inputs(monkeypatch):
     monkeypatch.chdir(BAD)
     monkeypatch.syspath_prepend(str(BAD / "modules"))
 
@@ -79,7 +79,7 @@ MISTAKES = [
 ]
 
 
-def test_every_mistake_has_its_line() -> None:
+def test_every_mistake_has_its_line():
     with pytest.raises(InvalidInput) as raised:
         load("dags/wrong_rewards.yaml", "run_files/good.yaml")
     found = raised.value.mistakes
@@ -90,7 +90,7 @@ def test_every_mistake_has_its_line() -> None:
         assert hint in mistake.hint
 
 
-def test_columns_of_rewards_become_reads_of_the_node(planned, monkeypatch) -> None:
+def test_columns_of_rewards_become_reads_of_the_node(planned, monkeypatch):
     monkeypatch.delitem(sys.modules, "rewards_of_ones_own", raising=False)
     own = {"completions": ("rollout", "list[str]"), "answers": ("source", "list[str]"), "row": ("source", "Tensor"),
            "group": ("source", "Tensor")}
@@ -105,7 +105,7 @@ def test_columns_of_rewards_become_reads_of_the_node(planned, monkeypatch) -> No
     assert "rewards_of_ones_own" not in sys.modules
 
 
-def test_a_reward_is_named_with_its_module_and_not_imported(planned, monkeypatch) -> None:
+def test_a_reward_is_named_with_its_module_and_not_imported(planned, monkeypatch):
     monkeypatch.delitem(sys.modules, "rewards_of_ones_own", raising=False)
     reads = planned("{'rewards_of_ones_own:passes': {most: 1}}", "tests", "rewards_of_endings:ended", imports="")
     assert reads["tests"] == ("source", "list[str]")
@@ -121,7 +121,7 @@ def test_a_reward_is_named_with_its_module_and_not_imported(planned, monkeypatch
     ("workers:math", "node `reward`: module `workers` has no reward `math`", "Write  reward: math"),
     ("missing_imports:near", "module `missing_imports` imports ", "It was looked for in"),
     ("broken_module:near", "module `broken_module` is not valid Python", "")])
-def test_mistakes_in_a_module_of_a_reward(planned, reward, what, hint) -> None:
+def test_mistakes_in_a_module_of_a_reward(planned, reward, what, hint):
     with pytest.raises(InvalidInput) as caught:
         planned(reward, imports="")
     mistake = caught.value.mistakes[0]
@@ -131,7 +131,7 @@ def test_mistakes_in_a_module_of_a_reward(planned, reward, what, hint) -> None:
 
 
 @pytest.mark.parametrize("imports", ["", "rewards_of_endings"])
-def test_check_rewards_takes_one_that_its_module_imports(planned, imports: str) -> None:
+def test_check_rewards_takes_one_that_its_module_imports(planned, imports):
     assert planned("rewards_imported:ended", imports=imports)["finished"] == ("rollout", "Tensor")
 
 
@@ -140,7 +140,7 @@ def test_check_rewards_takes_one_that_its_module_imports(planned, imports: str) 
     ("[ended, math, 'rewards_of_endings:ended']", "rewards_of_endings:ended"),
     ("{'rewards_of_endings:ended': 1.0, ended: 1.0}", "ended"),
     ("[math, 'workers.isolation.rewards.texts:math']", "workers.isolation.rewards.texts:math")])
-def test_one_reward_under_two_spellings(planned, reward, spelling) -> None:
+def test_one_reward_under_two_spellings(planned, reward, spelling):
     with pytest.raises(InvalidInput) as caught:
         planned(reward, imports="rewards_of_endings")
     (mistake,) = caught.value.mistakes
@@ -149,7 +149,7 @@ def test_one_reward_under_two_spellings(planned, reward, spelling) -> None:
     assert mistake.where.text[mistake.where.column - 1 :].lstrip("'").startswith(spelling)
 
 
-def test_two_rewards_of_one_run_with_one_name(planned) -> None:
+def test_two_rewards_of_one_run_with_one_name(planned):
     with pytest.raises(InvalidInput) as caught:
         planned("'rewards_named_badly:length'", imports="")
     (mistake,) = caught.value.mistakes
@@ -158,7 +158,7 @@ def test_two_rewards_of_one_run_with_one_name(planned) -> None:
     assert mistake.hint == "Rename one of them:  def length_2(…)  , named  reward: rewards_named_badly:length_2"
 
 
-def test_a_field_of_the_data_named_like_a_column_of_the_rollout(planned) -> None:
+def test_a_field_of_the_data_named_like_a_column_of_the_rollout(planned):
     with pytest.raises(InvalidInput) as caught:
         planned("ended", "finished", imports="rewards_of_endings")
     (mistake,) = caught.value.mistakes
@@ -166,7 +166,7 @@ def test_a_field_of_the_data_named_like_a_column_of_the_rollout(planned) -> None
     assert mistake.hint == "Rename it:  rollout: {…, writes: {finished: rollout_finished}}"
 
 
-def test_a_column_that_does_not_exist(planned, tmp_path) -> None:
+def test_a_column_that_does_not_exist(planned, tmp_path):
     with pytest.raises(InvalidInput) as caught:
         planned("{passes: {most: 1}}", "test")
     (mistake,) = caught.value.mistakes
@@ -180,7 +180,7 @@ def test_a_column_that_does_not_exist(planned, tmp_path) -> None:
         planned("{by: topic, rewards: {a: math}}")
 
 
-def test_validation_takes_the_same_forms_and_has_no_nodes(planned) -> None:
+def test_validation_takes_the_same_forms_and_has_no_nodes(planned):
     assert planned("math", "tests", "{math: 1.0, passes: {weight: 0.5, most: 1}, length: {cap: 9}}")
     assert planned("math", validation="ended", imports="rewards_of_endings")
     with pytest.raises(InvalidInput) as caught:
@@ -197,12 +197,12 @@ def test_validation_takes_the_same_forms_and_has_no_nodes(planned) -> None:
     ("rewards_of_numbers", r"numbers\.py:7: reward `wants_numbers` takes `answer` as float, but it is text"),
     ("rewards_of_all", r"all\.py:7: a reward cannot be called `mean`"),
     ("rewards_named_badly", r"badly\.py:7: reward `length` has the name of another one \(.*texts\.py:")])
-def test_rewards_that_cannot_be(planned, module, match) -> None:
+def test_rewards_that_cannot_be(planned, module, match):
     with pytest.raises(InvalidInput, match=match):
         planned("math", imports=module)
 
 
-def test_the_list_of_functions_has_the_rewards(capsys) -> None:
+def test_the_list_of_functions_has_the_rewards(capsys):
     assert main(["nodes", "length"]) == 0
     text = capsys.readouterr().out
     assert "length  (a reward" in text
@@ -235,7 +235,7 @@ def test_settings_that_no_call_could_use_are_found_before_the_start(planned, rec
     assert "dag.yaml:8" in text
 
 
-def test_a_parameter_with_the_name_of_the_field_of_the_answer(planned, tmp_path) -> None:
+def test_a_parameter_with_the_name_of_the_field_of_the_answer(planned, tmp_path):
     """`data.answer: tests` is read by the parameter `answer`."""
     with pytest.raises(InvalidInput) as caught:
         planned("{passes: {most: 1}}", "test", more=", answer: tests")

@@ -47,7 +47,7 @@ def said(parameter: str, value: object, aliases: str = "") -> str:
     ("numpy.ndarray", (1, "anything"), ()), ("Mine | None", (1, "anything"), ()),
     ("Annotated[Mine, Field(ge=1)]", (1,), (0, "x")),
 ])
-def test_values_that_fit_and_those_that_do_not(annotation: str, inside: tuple, outside: tuple) -> None:
+def test_values_that_fit_and_those_that_do_not(annotation, inside, outside):
     read = setting(f"x: {annotation}", "Share = Annotated[float, Field(ge=0, le=1)]\nLevel = Literal['token', 'row']")
     assert [value for value in inside if read.errors(value)] == []
     assert [value for value in outside if not read.errors(value)] == []
@@ -70,7 +70,7 @@ def test_values_that_fit_and_those_that_do_not(annotation: str, inside: tuple, o
     ("Annotated[int, Field(ge=0)] = 0.5", "has a default that must be a whole number, not 0.5"),
     ("Annotated[float, Field(ge='0')]", "has bounds that do not fit its type"),
 ])
-def test_what_cannot_be_read_says_why(annotation: str, why: str) -> None:
+def test_what_cannot_be_read_says_why(annotation, why):
     with pytest.raises(Unreadable) as caught:
         setting(f"x: {annotation}")
     assert why in str(caught.value)
@@ -91,5 +91,5 @@ def test_what_cannot_be_read_says_why(annotation: str, why: str) -> None:
     ("x: Annotated[str, Field(pattern='^http')]", "ftp", "must be text that matches ^http, not 'ftp'\n"),
     ("x: Regex", "(", "is not a regular expression: missing ), unterminated subpattern at position 0\nIn YAML, put"),
 ])
-def test_what_is_said_and_proposed(parameter: str, value: object, text: str) -> None:
+def test_what_is_said_and_proposed(parameter, value, text):
     assert said(parameter, value).startswith(text)

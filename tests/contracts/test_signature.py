@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ from distflow.errors import InvalidInput
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
+def module(tmp_path, monkeypatch, request):
     """Write a module; returns its name, which no other test has."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -50,7 +49,7 @@ FULL = '''
 '''
 
 
-def test_all_that_a_signature_says(module) -> None:
+def test_all_that_a_signature_says(module):
     contract = only(module(FULL))
     assert contract.name == "full"
     assert contract.reads == (Read("prompts", "Ragged"), Read("extra", "Ragged | None", optional=True))
@@ -67,14 +66,14 @@ def test_all_that_a_signature_says(module) -> None:
     assert contract.key.endswith(":full")
 
 
-def test_only_model_functions_get_an_engine(module) -> None:
+def test_only_model_functions_get_an_engine(module):
     assert only(module("import distflow\n@distflow.node(writes='x')\ndef f(first, second): ...\n")).reads == (
         Read("first"), Read("second"))
     assert only(module("from distflow import node\n@node(type='MODEL_TRAIN')\ndef f(engine, rows): ...\n")).reads == (
         Read("rows"),)
 
 
-def test_source_is_read_and_not_run(module) -> None:
+def test_source_is_read_and_not_run(module):
     name = module("""
         from distflow import node
         raise SystemExit("this module must not be imported by validation")
@@ -86,7 +85,7 @@ def test_source_is_read_and_not_run(module) -> None:
     assert name not in sys.modules
 
 
-def test_a_function_registered_when_its_module_is_imported(module) -> None:
+def test_a_function_registered_when_its_module_is_imported(module):
     name = module('''
         from typing import Annotated
 
@@ -120,7 +119,7 @@ def test_a_function_registered_when_its_module_is_imported(module) -> None:
     assert imported(name, "nothing") is None
 
 
-def test_of_module_evaluates_constants_of_the_module(module) -> None:
+def test_of_module_evaluates_constants_of_the_module(module):
     contract = only(module("""
         import typing as t
         from pydantic import Field as F
@@ -141,19 +140,19 @@ def test_of_module_evaluates_constants_of_the_module(module) -> None:
 @pytest.mark.parametrize(("line", "error"), [("raise RuntimeError('no licence')", "RuntimeError: no licence"),
                                              ("sys.exit(3)", "SystemExit: 3"), ("import nothing_here", "Module"),
                                              ("json.loads('{')", "JSONDecodeError")])
-def test_load_function_says_where_an_import_fails(module, line: str, error: str) -> None:
+def test_load_function_says_where_an_import_fails(module, line, error):
     name = module(f"import json, sys\n\ndef f():\n    {line}\n\nf()\n")
     with pytest.raises(InvalidInput, match=rf"{name}\.py:4: module `{name}` fails when it is imported: {error}"):
         load_function(f"{name}:f")
 
 
-def test_load_module_ends_an_import_that_goes_on(module) -> None:
+def test_load_module_ends_an_import_that_goes_on(module):
     name = module("import itertools\n\nfor _ in itertools.count():\n    pass\n")
     with pytest.raises(InvalidInput, match=rf"{name}\.py:[34]: module `{name}` fails when it is imported: Timeout"):
         load_module(name, limit=0.2)
 
 
-def test_modules_in_folders_without_running_their_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_in_folders_without_running_their_packages(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "outer_package").mkdir()
     (tmp_path / "outer_package/__init__.py").write_text("raise SystemExit\n")
@@ -184,16 +183,16 @@ def test_a_module_is_found_by_whatever_would_import_it(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("imports", "decorator"), [
     ("from distflow import node as made_of", "@made_of(writes='x')"), ("import distflow as df", "@df.node(writes='x')"),
     ("from distflow.contracts.decorators import node", "@node(writes='x')")])
-def test_a_decorator_may_have_another_name(module, imports: str, decorator: str) -> None:
+def test_a_decorator_may_have_another_name(module, imports, decorator):
     assert only(module(f"{imports}\n{decorator}\ndef f(a): ...\n")).name == "f"
 
 
-def test_a_decorator_of_another_package_is_not_ours(module) -> None:
+def test_a_decorator_of_another_package_is_not_ours(module):
     assert of_module(module("from graphs import node\nimport graphs as g\n@node(writes='x')\ndef f(a): ...\n"
                             "@g.node(writes='x')\ndef h(a): ...\n")) == ()
 
 
-def test_settings_that_cannot_be_read_are_said_with_their_lines(module) -> None:
+def test_settings_that_cannot_be_read_are_said_with_their_lines(module):
     name = module("""
         from distflow import node
 

@@ -77,7 +77,7 @@ def run(ready: Ready, folder: Path, *arguments: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def teacher(ready: Ready, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def teacher(ready, tmp_path_factory):
     """The shipped model after it has seen the answers."""
     folder = tmp_path_factory.mktemp("teacher")
     prepare(folder)
@@ -93,7 +93,7 @@ def prepare(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_learns(case: Case, ready: Ready, teacher: Path, tmp_path: Path) -> None:
+def test_learns(case, ready, teacher, tmp_path):
     prepare(tmp_path)
     settings = [setting.replace("TEACHER", str(teacher)) for setting in case.settings]
     run(ready, tmp_path, "--dag", f"{case.dag}.yaml", "--run-file", "few.yaml", "--name", "run",
@@ -103,7 +103,7 @@ def test_learns(case: Case, ready: Ready, teacher: Path, tmp_path: Path) -> None
     assert change > case.by if case.by > 0 else change < case.by, values
 
 
-def test_every_shipped_dag_has_a_case() -> None:
+def test_every_shipped_dag_has_a_case():
     """But for one that trains nothing, and one that test_tools.py has."""
     others = {"evaluate", "grpo_tools"}
     assert {path.stem for path in (ROOT / "dags").glob("*.yaml")} - others == {str(case) for case in CASES} - {"opo"}

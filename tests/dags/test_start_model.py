@@ -1,7 +1,5 @@
 """The model that the default runs start from, and what the first command of a user makes of it."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest
@@ -13,7 +11,7 @@ from distflow.config.shipped import SHIPPED, START_MODEL
 FOLDER = SHIPPED / "models" / START_MODEL
 
 
-def test_start_model_has_the_tokenizer_and_the_sizes_of_a_tiny_architecture() -> None:
+def test_start_model_has_the_tokenizer_and_the_sizes_of_a_tiny_architecture():
     """So that a role with random weights can learn from it."""
     from workers.engines.loading import load_model
 
@@ -27,7 +25,7 @@ def test_start_model_has_the_tokenizer_and_the_sizes_of_a_tiny_architecture() ->
     assert FOLDER.joinpath("model.safetensors").stat().st_size < 2_000_000
 
 
-def test_start_model_says_where_it_comes_from() -> None:
+def test_start_model_says_where_it_comes_from():
     card = (FOLDER / "README.md").read_text()
     for word in ("make start-model", "seed 0", "demonstrations.jsonl", "held-out", "license: apache-2.0"):
         assert word in card
@@ -35,12 +33,12 @@ def test_start_model_says_where_it_comes_from() -> None:
 
 
 @pytest.mark.parametrize("dag", ["grpo", "ppo", "dpo", "solver_reviser", "evaluate"])
-def test_default_runs_start_from_it(dag: str) -> None:
+def test_default_runs_start_from_it(dag):
     assert load(dag).run.roles["actor"].model.path == START_MODEL
 
 
 @pytest.mark.run
-def test_first_command_of_a_user_learns(tmp_path) -> None:
+def test_first_command_of_a_user_learns(tmp_path):
     """`torchrun distflow/launch.py --dag grpo.yaml`, its first 60 steps on two ranks."""
     done = subprocess.run(command(2, "--dag", "grpo.yaml", "--name", "first", "--set", "steps=60", "--set",
                                   "validation=null"), cwd=tmp_path, env=environment(), capture_output=True, text=True,

@@ -1,7 +1,5 @@
 """With a calculator: the reward of conversations rises."""
 
-from __future__ import annotations
-
 from harness import ROOT, metrics_of
 
 FEW = """

@@ -182,8 +182,7 @@ def test_half_of_a_pair_becomes_the_replacement_character(text, mended):
 @pytest.mark.parametrize("dag", ["sft", "grpo"])
 @pytest.mark.parametrize("question", ["question", "messages"])
 @pytest.mark.parametrize("answer", ["2", WORSE])
-def test_an_answer_beside_messages_that_have_one_is_not_imitated(tmp_path: Path, dag: str, question: str,
-                                                                 answer: Any) -> None:
+def test_an_answer_beside_messages_that_have_one_is_not_imitated(tmp_path, dag, question, answer):
     path = tmp_path / "math.jsonl"
     path.write_text(json.dumps({"problem": "1 + 1?", "answer": answer, "messages": TURNS}) + "\n")
     settings = [f"data.train={path}", f"validation.data={{test: {path}}}", "data.batch=1", f"data.question={question}"]

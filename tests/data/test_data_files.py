@@ -27,7 +27,7 @@ def files_of(folder: Path, *settings: str) -> DataFiles:
 @pytest.mark.parametrize(("count", "sign", "resized", "how"), [
     (8, "+", None, ""), (8, "-", False, "8 records as before, with other content"),
     (6, "+", True, "6 records, and 8 before")])
-def test_a_replaced_file_is_known(tmp_path: Path, count: int, sign: str, resized: bool | None, how: str) -> None:
+def test_a_replaced_file_is_known(tmp_path, count, sign, resized, how):
     train, test = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
     written(train, 8), written(test, 8)
     held_out = f"validation.data={{mine: {test}}}"
@@ -37,13 +37,13 @@ def test_a_replaced_file_is_known(tmp_path: Path, count: int, sign: str, resized
     assert found == ([] if resized is None else [(str(train), resized, how), ("validation mine", resized, how)])
 
 
-def test_a_resumed_run_that_names_the_whole_path_means_the_same_file(tmp_path: Path, monkeypatch) -> None:
+def test_a_resumed_run_that_names_the_whole_path_means_the_same_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "train.jsonl", 8)
     assert files_of(Path()) == files_of(tmp_path)
 
 
-def test_a_long_file_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_file_is_sampled(tmp_path, monkeypatch):
     monkeypatch.setattr("distflow.data.data_files._WHOLE", 2**10)
     monkeypatch.setattr("distflow.data.data_files._SAMPLE", 2**8)
     before = files_of_size(tmp_path, 200_000)
@@ -60,7 +60,7 @@ def files_of_size(folder: Path, size: int) -> DataFiles:
     ([8, "a"], 12, ""),
     ([8, "b"], 12, "8 records as before, with other content. Training continues at record 5 of pass 2"),
     ([5, "b"], 15, "5 records, and 8 before. Training continues at record 1 of pass 4 over it")])
-def test_a_loader_continues_in_a_replaced_file(now: list, position: int, said: str, capsys) -> None:
+def test_a_loader_continues_in_a_replaced_file(now, position, said, capsys):
     records = [{}] * 8
     old = Dataloader(records, None, 4, 0, files={"a.jsonl": [8, "a"]})  # pyright: ignore[reportArgumentType]
     old.position = 12

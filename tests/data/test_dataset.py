@@ -24,7 +24,7 @@ LINES = ["{\"n\": 1}", "", json.dumps({"n": 2, "long": "x" * 90}), "   ", "{\"n\
 
 @pytest.mark.parametrize("scanned", [1, 7, 1000])
 @pytest.mark.parametrize("end", ["", "\n", "\r\n"])
-def test_records_and_their_lines_are_found_a_piece_at_a_time(tmp_path: Path, monkeypatch, scanned, end):
+def test_records_and_their_lines_are_found_a_piece_at_a_time(tmp_path, monkeypatch, scanned, end):
     monkeypatch.setattr(dataset, "_SCANNED", scanned)
     file = tmp_path / "some.jsonl"
     file.write_bytes(("\n".join(LINES) + end).encode())
@@ -33,7 +33,7 @@ def test_records_and_their_lines_are_found_a_piece_at_a_time(tmp_path: Path, mon
     assert [records.location(index).line for index in range(4)] == [1, 3, 5, 6]
 
 
-def test_a_long_file_is_not_read_into_memory(tmp_path: Path):
+def test_a_long_file_is_not_read_into_memory(tmp_path):
     file, size = tmp_path / "long.jsonl", 2**28
     with file.open("wb") as opened:
         opened.write(json.dumps({"n": 1}).encode() + b"\n")
@@ -61,7 +61,7 @@ def test_a_long_file_is_not_read_into_memory(tmp_path: Path):
     ('{"question": "1?", "answer": "' + "y" * 200_000, "The file ends within a record"),
     ("\0" * 200_000, "not valid JSON"),
 ])
-def test_an_odd_line_is_refused_in_a_few_lines(tmp_path: Path, line: str, said: str) -> None:
+def test_an_odd_line_is_refused_in_a_few_lines(tmp_path, line, said):
     (tmp_path / "odd.jsonl").write_text(line)
     with pytest.raises(InvalidInput) as caught:
         check_records(JsonLines(tmp_path / "odd.jsonl"), RequiredFields("question", ["answer"]))
@@ -71,7 +71,7 @@ def test_an_odd_line_is_refused_in_a_few_lines(tmp_path: Path, line: str, said: 
 
 
 @pytest.mark.parametrize("value", ["y" * 200_000, ["y" * 200_000], {"y" * 200_000: 1}, list(range(100_000))])
-def test_a_long_wrong_value_takes_a_line(tmp_path: Path, value: object) -> None:
+def test_a_long_wrong_value_takes_a_line(tmp_path, value):
     (tmp_path / "long.jsonl").write_text(json.dumps({"question": {"asked": value}, "answer": value, "x" * 9000: 1}))
     with pytest.raises(InvalidInput) as caught:
         check_records(JsonLines(tmp_path / "long.jsonl"), RequiredFields("question", ["answer", "solution"],
@@ -79,13 +79,13 @@ def test_a_long_wrong_value_takes_a_line(tmp_path: Path, value: object) -> None:
     assert max(map(len, str(caught.value).splitlines())) < 1000
 
 
-def test_records_of_windows_are_read(tmp_path: Path) -> None:
+def test_records_of_windows_are_read(tmp_path):
     (tmp_path / "bom.jsonl").write_bytes(b'\xef\xbb\xbf{"n": 1}\r\n\r\n{"n": 2}\r\n')
     assert JsonLines(tmp_path / "bom.jsonl").get([0, 1]) == [{"n": 1}, {"n": 2}]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_open_records_opens_a_file_once_until_it_changes(tmp_path: Path, kind: str) -> None:
+def test_open_records_opens_a_file_once_until_it_changes(tmp_path, kind):
     path, data = tmp_path / f"records.{kind}", Data(train="")
 
     def write(count: int) -> None:
@@ -111,7 +111,7 @@ def _read_all(path: Path, data: Data) -> list[dict]:
     return records.get(range(len(records)))
 
 
-def test_a_csv_file_becomes_lines_by_the_command_that_is_named(tmp_path: Path) -> None:
+def test_a_csv_file_becomes_lines_by_the_command_that_is_named(tmp_path):
     (tmp_path / "a.csv").write_text('question,answer\n"a, ""b""?",007\nNamibia?,NA\n')
     with pytest.raises(InvalidInput) as caught:
         open_records(tmp_path / "a.csv")

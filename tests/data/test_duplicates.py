@@ -33,7 +33,7 @@ def near(text: str) -> str:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> tuple[Path, Path]:
+def files(tmp_path):
     trained = [question(seed) for seed in range(300)]
     held_out = [question(seed) for seed in range(1000, 1050)]
     trained[10], trained[20], trained[30] = held_out[5].upper(), near(held_out[6]), f" {held_out[7]} !"
@@ -74,7 +74,7 @@ def test_validation_questions_that_are_trained_are_noted(files):
     ([("1 + 1?", "2"), ("1 - 1?", "0"), ("1 + 2?", "3")], ""),
     ([("1 + 1?", "2")] * 2 + [(f"1 + {number}?", "3") for number in range(2, 30)], ""),
     ([("1 + 1?", "2")] + [(f"1 + {number}?", str(number)) for number in range(20)], "1 questions of")])
-def test_questions_that_come_again_are_noted(tmp_path: Path, records: list[tuple[str, str]], said: str) -> None:
+def test_questions_that_come_again_are_noted(tmp_path, records, said):
     path = tmp_path / "some.jsonl"
     path.write_text("".join(json.dumps({"question": asked, "answer": answer}) + "\n" for asked, answer in records))
     notes = check_data(load("grpo", None, [f"data.train={path}", "data.batch=1"]))

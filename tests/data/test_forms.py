@@ -146,7 +146,7 @@ def written(folder: Path, record: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("form", READ)
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_record_is_read_as_it_was_meant(tmp_path: Path, form: str, kind: str) -> None:
+def test_a_record_is_read_as_it_was_meant(tmp_path, form, kind):
     record, settings, question, answer, columns = READ[form]
     path = written(tmp_path, record)
     if kind == "parquet":
@@ -162,7 +162,7 @@ def test_a_record_is_read_as_it_was_meant(tmp_path: Path, form: str, kind: str) 
 
 
 @pytest.mark.parametrize("form", REFUSED)
-def test_a_record_of_another_form_gets_the_line_to_write(tmp_path: Path, form: str) -> None:
+def test_a_record_of_another_form_gets_the_line_to_write(tmp_path, form):
     record, settings, said = REFUSED[form]
     imitated = settings.get("imitated", frozenset())
     data = Data(train="", **{name: value for name, value in settings.items() if name != "imitated"})
@@ -171,7 +171,7 @@ def test_a_record_of_another_form_gets_the_line_to_write(tmp_path: Path, form: s
     assert said in str(caught.value)
 
 
-def test_numbers_and_dates_of_tables_are_answers(tmp_path: Path) -> None:
+def test_numbers_and_dates_of_tables_are_answers(tmp_path):
     values = [decimal.Decimal("4.00"), decimal.Decimal("0.50"), datetime.date(2020, 1, 2)]
     assert [answer_text(value) for value in values] == ["4", "0.50", "2020-01-02"]
     for value in values:
@@ -182,19 +182,19 @@ def test_numbers_and_dates_of_tables_are_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [b"2", [b"2"], {"a": float("nan")}])
-def test_what_has_no_text_is_no_answer(tmp_path: Path, value: Any) -> None:
+def test_what_has_no_text_is_no_answer(tmp_path, value):
     parquet.write_table(pyarrow.Table.from_pylist([{"question": "?", "answer": value}]), tmp_path / "a.parquet")
     data = Data(train="")
     with pytest.raises(InvalidInput, match="field `answer` must be text"):
         check_records(open_records(tmp_path / "a.parquet", data), fields_of(data, ()))
 
 
-def test_tables_have_the_fields_of_which_notes_speak() -> None:
+def test_tables_have_the_fields_of_which_notes_speak():
     names = ["messages", "tools", "label", "context", "wide"]
     assert columns_of(Data(train=""), names) == names[:-1]
 
 
-def test_two_fields_of_one_name_are_to_be_named() -> None:
+def test_two_fields_of_one_name_are_to_be_named():
     with pytest.raises(ValueError, match=r"columns: \{a_id: a.id, b_id: b.id\}"):
         Data(train="", columns=["a.id", "b.id"])  # pyright: ignore[reportArgumentType]
 

@@ -26,7 +26,7 @@ def written(folder: Path, rows: int, group: int, **more: list) -> Path:
 
 @pytest.mark.parametrize("memory", [0, 20_000, 2**27])
 @pytest.mark.parametrize("group", [7, 600, 3000])
-def test_rows_are_found_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, group: int) -> None:
+def test_rows_are_found_in_any_order(tmp_path, monkeypatch, memory, group):
     monkeypatch.setattr(parquet, "_MEMORY", memory)
     records = Parquet(written(tmp_path, 2000, group))
     order = random.Random(0).choices(range(2000), k=300)
@@ -40,7 +40,7 @@ def test_rows_are_found_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ({}, ["question", "answer"]), ({"columns": ["level"]}, ["question", "answer", "level"]),
     ({"columns": ["extra.index"]}, ["question", "answer", "extra"]),
     ({"columns": ["lost"]}, None), ({"answer": "extra.index"}, ["question", "extra"])])
-def test_only_the_columns_of_the_run_are_read(tmp_path: Path, settings: dict, read: list[str] | None) -> None:
+def test_only_the_columns_of_the_run_are_read(tmp_path, settings, read):
     path = written(tmp_path, 4, 4, level=[1] * 4, extra=[{"index": 1}] * 4, wide=["z"] * 4)
     records = open_records(path, Data(train="", **settings))
     assert isinstance(records, NamedRecords)
@@ -48,7 +48,7 @@ def test_only_the_columns_of_the_run_are_read(tmp_path: Path, settings: dict, re
     assert records.records.columns == read
 
 
-def test_a_small_file_of_large_values_takes_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_file_of_large_values_takes_bounded_memory(tmp_path, monkeypatch):
     """The file says in a kilobyte what would take 500 MB."""
     monkeypatch.setattr(parquet, "_MEMORY", 2**22)
     path, rows, size = tmp_path / "some.parquet", 20_000, 25_000
@@ -62,7 +62,7 @@ def test_a_small_file_of_large_values_takes_bounded_memory(tmp_path: Path, monke
     assert path.stat().st_size < 10_000
 
 
-def test_pages_that_would_fill_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_would_fill_the_memory_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "_PAGES", 2**16)
     path = tmp_path / "some.parquet"
     files.write_table(pyarrow.table({"question": ["x" * 2**24], "answer": ["1"], "wide": ["1"]}), path,
@@ -72,7 +72,7 @@ def test_pages_that_would_fill_the_memory_are_refused(tmp_path: Path, monkeypatc
     assert open_records(path, Data(train="", question="wide")).get([0])[0]["wide"] == "1"
 
 
-def test_a_full_temporary_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_temporary_folder_is_named(tmp_path, monkeypatch):
     path = written(tmp_path, 2000, 600)
     monkeypatch.setattr(parquet, "_MEMORY", 0)
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", lambda **_: open("/dev/full", "wb"))  # noqa: SIM115
@@ -80,7 +80,7 @@ def test_a_full_temporary_folder_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         open_records(path, Data(train="")).get([0])
 
 
-def test_a_column_that_stands_twice_is_refused(tmp_path: Path):
+def test_a_column_that_stands_twice_is_refused(tmp_path):
     columns = [pyarrow.array([text]) for text in ("1 + 1?", "2", "3")]
     files.write_table(pyarrow.Table.from_arrays(columns, ["question", "answer", "answer"]), tmp_path / "a.parquet")
     with pytest.raises(InvalidInput, match="it has column `answer` twice"):
@@ -88,7 +88,7 @@ def test_a_column_that_stands_twice_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_classes_have_names_and_narrow_numbers_are_as_written(tmp_path: Path, folder: bool) -> None:
+def test_classes_have_names_and_narrow_numbers_are_as_written(tmp_path, folder):
     """As MMLU has its answers, and as pandas keeps small tables."""
     features = datasets.Features({"question": datasets.Value("string"), "answer": datasets.ClassLabel(names=[*"ABCD"]),
                                   "price": datasets.Value("float32"), "exact": datasets.Value("float64")})

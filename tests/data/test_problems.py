@@ -1,7 +1,5 @@
 """Questions, tools and answers in the forms in which datasets have them."""
 
-from __future__ import annotations
-
 import pyarrow
 import pytest
 from pyarrow import parquet

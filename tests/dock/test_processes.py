@@ -1,7 +1,5 @@
 """Real processes, killed for real: by their own process id, and by nothing else."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Engines are started once for a module: each test begins with the model's first weights."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -4,8 +4,6 @@ Ten unlike ones are computed here; DISTFLOW_FAMILIES=all takes all of them, and 
 Where vLLM is installed it needs to be set, since the other environment runs the same code.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import json

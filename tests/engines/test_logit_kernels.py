@@ -1,7 +1,5 @@
 """The Triton kernels of logits do what plain PyTorch does. Here Triton interprets them; tests/gpu compiles them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

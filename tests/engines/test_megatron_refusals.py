@@ -1,7 +1,5 @@
 """What the Megatron engine cannot do is said before anything is built, with what to write instead."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("megatron.core")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -19,8 +16,7 @@ LAYOUT = ("roles.actor.engine=megatron", "layouts.update.tp=2", "layouts.update.
 
 
 @pytest.fixture
-def run(workspace: Path, launch: Callable[..., subprocess.CompletedProcess],
-        monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict]:
+def run(workspace, launch, monkeypatch):
     """Metrics of a run by step; the CPU takes the place of a GPU where the DAG imports what tests do for Megatron."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
     dag = workspace / "grpo.yaml"

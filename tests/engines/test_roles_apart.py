@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from engines.rollouts import TRAITS
@@ -24,9 +21,7 @@ HEADS = ("roles.actor.model={architecture: qwen3, layers: 2}", "steps=3",
 
 
 @pytest.mark.parametrize("case", ENGINES)
-def test_layouts_first_goes_with_engines_that_make_groups_of_their_own(
-        workspace: Path, launch: Callable[..., subprocess.CompletedProcess], monkeypatch: pytest.MonkeyPatch,
-        case: str) -> None:
+def test_layouts_first_goes_with_engines_that_make_groups_of_their_own(workspace, launch, monkeypatch, case):
     library, _, _ = case.partition(",")
     if not (TRAITS[library].installed if library in TRAITS else find_spec("megatron")):
         pytest.skip(f"{library} is not installed")

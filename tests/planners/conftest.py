@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import yaml
 from planning import FUNCTIONS, LEARN, RUN
 
 from distflow.config.load import load
 from distflow.config.spec import Spec
-from distflow.plan import Plan
 from planners import plan
 
 
 @pytest.fixture
-def spec_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Spec]:
+def spec_of(tmp_path, monkeypatch):
     """`spec_of(nodes, dag_roles, **run)`: a node that trains the actor is added if there is none."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "planned.py").write_text(FUNCTIONS)
@@ -33,12 +29,12 @@ def spec_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sp
 
 
 @pytest.fixture
-def plan_of(spec_of: Callable[..., Spec]) -> Callable[..., Plan]:
+def plan_of(spec_of):
     """`plan_of(nodes, dag_roles, ranks=2, **run)`."""
     return lambda nodes, dag_roles=None, ranks=2, **run: plan(spec_of(nodes, dag_roles, **run), ranks)
 
 
 @pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def engines(monkeypatch):
     """All engines may be planned for, in a version that was tested."""
     monkeypatch.setattr("distflow.config.models.installed", lambda engine: next(iter(engine.tested), "1.0"))

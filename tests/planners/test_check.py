@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from harness import model_folder
@@ -23,7 +22,7 @@ SAMPLE = {"role": "actor", "type": "MODEL_INFERENCE", "function": "sample"}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Callable[..., str]:
+def folder(tmp_path):
     """`folder(architecture, labels)`: a model folder as far as planning looks at it."""
 
     def make(architecture: str, labels: int | None = 1, **more) -> str:
@@ -59,7 +58,7 @@ def test_a_classifier_has_no_vocabulary(plan_of, folder):
         plan_of({}, roles={"actor": {"model": folder(CLASSIFIER)}})
 
 
-def test_a_value_head_weighs_what_it_is(plan_of, folder) -> None:
+def test_a_value_head_weighs_what_it_is(plan_of, folder):
     untied = {"tie_word_embeddings": False}
     shape = shape_of({**CONFIG, **untied})
     assert shape.with_value_head().parameters == shape_of(CONFIG).parameters + 8
@@ -71,7 +70,7 @@ def test_a_value_head_weighs_what_it_is(plan_of, folder) -> None:
     assert found["critic: activations"] == 16384 * (norms + attention + forward + 12 * 1)
 
 
-def test_the_shape_of_a_value_model_is_that_of_the_model_itself() -> None:
+def test_the_shape_of_a_value_model_is_that_of_the_model_itself():
     from workers.engines.embedded import build_model
     from workers.engines.value import with_value_head
 
@@ -81,7 +80,7 @@ def test_the_shape_of_a_value_model_is_that_of_the_model_itself() -> None:
     assert shape.with_value_head().parameters == sum(weight.numel() for weight in with_value_head(model).parameters())
 
 
-def test_only_roles_that_sample_get_a_rollout() -> None:
+def test_only_roles_that_sample_get_a_rollout():
     """Pairs from the data repeat rows without sampling any."""
     made = plan(load("dpo"), 2)
     assert not any(task.samples for task in made.tasks)

@@ -1,7 +1,5 @@
 """Roles that follow the one that they copy: what is refused, with its line, and what they take of memory."""
 
-from __future__ import annotations
-
 import pytest
 from harness import ROOT
 

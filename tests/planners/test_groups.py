@@ -1,7 +1,5 @@
 """The DAG cut between ranks that sample and ranks that train."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 from harness import ROOT

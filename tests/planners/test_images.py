@@ -1,7 +1,5 @@
 """Images in a plan: who must read them, what they weigh, and what the model that sees weighs."""
 
-from __future__ import annotations
-
 import pytest
 
 from distflow.config.load import load
@@ -14,7 +12,7 @@ from planners import plan
 VISION = "embedded_vision.yaml"
 
 
-def test_images_move_with_the_prompts_that_show_them() -> None:
+def test_images_move_with_the_prompts_that_show_them():
     """32 rows of 48 tokens: 8 bytes each as a prompt, 16 × 16 pixels of 3 bytes each as an image."""
     tasks = {task.node: task for task in plan(load("grpo.yaml", VISION, ["layouts.reference.dp=1"]), 2).tasks}
     reads = {node: [column.name for column in task.reads if column.producer == SOURCE] for node, task in tasks.items()}
@@ -31,12 +29,12 @@ def test_images_move_with_the_prompts_that_show_them() -> None:
     ("grpo.yaml", "data.columns=[images]", "`data.columns` names `images`, but every dataset gives a column of that"),
     ("grpo.yaml", "roles.reference={model: {architecture: qwen3}}", "the model of role `reference` takes none"),
 ])
-def test_what_cannot_be_shown_is_refused(dag: str, change: str, says: str) -> None:
+def test_what_cannot_be_shown_is_refused(dag, change, says):
     with pytest.raises(InvalidInput, match=says):
         plan(load(dag, VISION, [change]), 2)
 
 
-def test_a_model_that_sees_is_weighed() -> None:
+def test_a_model_that_sees_is_weighed():
     """What the estimate leaves out (biases, norms and places of the part that sees) is little."""
     from workers.engines.embedded import build_model
 

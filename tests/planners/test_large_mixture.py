@@ -1,7 +1,5 @@
 """The page of the 671B run says what planning says."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -18,7 +16,7 @@ PAGE = (ROOT / "docs/large_mixture.md").read_text(encoding="utf-8")
 CONFIG = json.loads((ROOT / "tests/config/configurations/deepseek_v3.json").read_text(encoding="utf-8"))["config"]
 
 
-def test_large_mixture_has_the_memory_that_its_page_says(tmp_path: Path, engines: None) -> None:
+def test_large_mixture_has_the_memory_that_its_page_says(tmp_path, engines):
     run, cluster = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
     model_folder(tmp_path / "DeepSeek-V3", CONFIG)
     for name, text in (("run.yaml", run), ("cluster.yaml", cluster), ("math.jsonl", "")):

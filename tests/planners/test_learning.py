@@ -1,7 +1,5 @@
 """What cannot learn is refused; what probably cannot is noted, with what to write instead."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from harness import model_folder
@@ -33,13 +31,13 @@ KEPT = 2 * (4 + 4 + 4) * 64 + (64 + 32) * (4 + 4) + 4 * (3 * 64 + 2 * 32) + 4 * 
 KEPT_FROZEN = KEPT - 2 * 4 * 64 - (64 + 32) * 4  # norms that are not trained keep no input to be scaled
 
 
-def test_parameters_are_counted_by_hand() -> None:
+def test_parameters_are_counted_by_hand():
     assert shape_of(CONFIG) == Shape(2 * LAYER + 10 * 8 + 8, 2, 4, 10, 8, 99, heads=2, widening=16)
     assert shape_of({**CONFIG, "tie_word_embeddings": False}).parameters == 2 * LAYER + 2 * 10 * 8 + 8
     assert shape_of({**CONFIG, "num_key_value_heads": None, "head_dim": None}).kv_width == 8
 
 
-def test_the_shape_of_an_embedded_model_is_that_of_its_configuration() -> None:
+def test_the_shape_of_an_embedded_model_is_that_of_its_configuration():
     from workers.engines.embedded import build_model, build_tokenizer
 
     sizes = {"architecture": "qwen2", "layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1}
@@ -55,7 +53,7 @@ def items_of(plan) -> dict[str, int]:
     return {item.name: item.bytes for item in plan.memory}
 
 
-def test_every_tenant_by_hand(plan_of: Callable) -> None:
+def test_every_tenant_by_hand(plan_of):
     generation, parameters = {"max_new_tokens": 50, "batch_rows": 7}, PARAMETERS
     roles = {"actor": {"model": MODEL, "micro_batch_tokens": 100, "generation": generation}}
     nodes = {**DIAMOND, "judge": {"role": "critic", "type": "MODEL_INFERENCE", "function": "judge",
@@ -83,8 +81,7 @@ def test_every_tenant_by_hand(plan_of: Callable) -> None:
     ({"torch_dtype": "float32"}, "auto", 4), ({}, "auto", 4),
     ({"dtype": "bfloat16"}, "float32", 4), ({"dtype": "float32"}, "bfloat16", 2),
 ])
-def test_auto_is_what_the_models_folder_says(plan_of: Callable, tmp_path: Path, said: dict, asked: str,
-                                             width: int) -> None:
+def test_auto_is_what_the_models_folder_says(plan_of, tmp_path, said, asked, width):
     roles = {"actor": {"model": str(model_folder(tmp_path / "model", {**CONFIG, **said})), "dtype": asked}}
     found = items_of(plan_of(DIAMOND, roles=roles))
     parameters = shape_of(CONFIG).parameters
@@ -93,7 +90,7 @@ def test_auto_is_what_the_models_folder_says(plan_of: Callable, tmp_path: Path, 
     assert found["actor: training state"] == parameters * 16 // 2
 
 
-def test_adapters_are_trained_and_their_base_lies_once(plan_of: Callable) -> None:
+def test_adapters_are_trained_and_their_base_lies_once(plan_of):
     actor = {"model": MODEL, "lora": {"rank": 4, "targets": ["q_proj"]}, "micro_batch_tokens": 100,
              "generation": {"max_new_tokens": 50, "batch_rows": 7}}
     parameters, adapters = PARAMETERS, 2 * 4 * (64 + 64)
@@ -113,7 +110,7 @@ def test_adapters_are_trained_and_their_base_lies_once(plan_of: Callable) -> Non
     assert "actor: rollout adapters" not in alone
 
 
-def test_splits_divide_what_they_should(plan_of: Callable) -> None:
+def test_splits_divide_what_they_should(plan_of):
     roles = {"actor": {"model": {**MODEL, "kv_heads": 2}, "micro_batch_tokens": 100}}
     whole, split = (items_of(plan_of(DIAMOND, ranks=4, roles=roles, layouts=layouts))
                     for layouts in ({}, {"learn": {"tp": 2}}))
@@ -124,7 +121,7 @@ def test_splits_divide_what_they_should(plan_of: Callable) -> None:
     assert split["actor: activations"] == 100 * (2 * (norms + (KEPT + 16 * 32 - norms) // 2) + 12 * 256)
 
 
-def test_experts_count_and_are_cut(plan_of: Callable, engines: None) -> None:
+def test_experts_count_and_are_cut(plan_of, engines):
     model = {"architecture": "qwen3_moe", "layers": 2, "hidden": 64, "heads": 2, "kv_heads": 2}
     shape = shape_of_embedded(Model(**model))
     assert shape.expert_parameters == 2 * 8 * 3 * 64 * (3 * 64 // 2)
@@ -139,7 +136,7 @@ def test_experts_count_and_are_cut(plan_of: Callable, engines: None) -> None:
     assert both == dense // 2 * (8 + 8 // 2) + shape.expert_parameters // 4 * (8 + 8)
 
 
-def test_what_is_recomputed_or_made_in_pieces_is_not_kept(plan_of: Callable) -> None:
+def test_what_is_recomputed_or_made_in_pieces_is_not_kept(plan_of):
     from workers.engines import fsdp
     from workers.engines.vocabulary import PIECE
 
@@ -152,7 +149,7 @@ def test_what_is_recomputed_or_made_in_pieces_is_not_kept(plan_of: Callable) -> 
     assert "actor: training state" not in found
 
 
-def test_a_role_that_swaps_has_one_phase_at_a_time(plan_of: Callable) -> None:
+def test_a_role_that_swaps_has_one_phase_at_a_time(plan_of):
     roles = {"actor": {"model": {"architecture": "qwen3"}}}
     plain, swapped = (plan_of(DIAMOND, roles={"actor": {**roles["actor"], "swap": swap}}) for swap in (False, True))
     assert items_of(plain) == items_of(swapped)
@@ -164,7 +161,7 @@ def test_a_role_that_swaps_has_one_phase_at_a_time(plan_of: Callable) -> None:
     assert needed(plain.memory) == kept + max(while_sampling, training - items_of(plain)["actor: training state"])
 
 
-def test_a_frozen_role_that_swaps_has_its_weights_while_it_computes(plan_of: Callable) -> None:
+def test_a_frozen_role_that_swaps_has_its_weights_while_it_computes(plan_of):
     nodes = {**DIAMOND, "judged": node("judge", "sample", role="reference")}
     plain, swapped = (plan_of(nodes, {"reference": {"copy_of": "actor"}}, roles={
         "actor": {"model": {"architecture": "qwen3"}},
@@ -190,7 +187,7 @@ def test_the_largest_task_of_a_rank_that_trains_counts_and_all_of_one_that_sampl
 
 
 @pytest.fixture
-def paged(spec_of: Callable, engines: None) -> Callable:
+def paged(spec_of, engines):
     """`paged(rollout, memory_gib, generation, layouts, **model)`: the plan of 2 ranks where every engine is there."""
 
     def make(rollout: str, memory_gib: float | None, generation: dict, layouts: dict | None = None,
@@ -204,14 +201,14 @@ def paged(spec_of: Callable, engines: None) -> Callable:
     return make
 
 
-def test_vllm_has_a_base_of_its_own_beside_that_of_adapters(paged: Callable) -> None:
+def test_vllm_has_a_base_of_its_own_beside_that_of_adapters(paged):
     whole, adapted = (items_of(paged("vllm", None, {}, lora=lora)) for lora in (None, {"rank": 4}))
     assert adapted["actor: rollout weights"] == whole["actor: rollout weights"]
     assert adapted["actor: weights"] == whole["actor: rollout weights"] // 2  # sharded over 2 ranks
 
 
 @pytest.mark.parametrize("rollout", ["vllm", "sglang"])
-def test_a_cache_in_pages_has_a_share_of_the_memory(paged: Callable, rollout: str) -> None:
+def test_a_cache_in_pages_has_a_share_of_the_memory(paged, rollout):
     found = paged(rollout, 4, {"memory_share": 0.25})
     assert items_of(found)["actor: rollout engine"] == GIB
     assert not {"actor: rollout weights", "actor: rollout cache"} & set(items_of(found))
@@ -220,14 +217,14 @@ def test_a_cache_in_pages_has_a_share_of_the_memory(paged: Callable, rollout: st
         paged("hf", 4, {})
 
 
-def test_without_a_clusters_memory_there_is_no_share(paged: Callable) -> None:
+def test_without_a_clusters_memory_there_is_no_share(paged):
     parameters = shape_of_embedded(Model(architecture="qwen3")).parameters
     found = items_of(paged("vllm", None, {}))
     assert found["actor: rollout weights"] == parameters * 4
     assert not {"actor: rollout engine", "actor: rollout cache"} & set(found)
 
 
-def test_weights_beyond_their_share_are_told_with_it(paged: Callable) -> None:
+def test_weights_beyond_their_share_are_told_with_it(paged):
     weights = shape_of_embedded(Model(architecture="qwen3", hidden=896)).parameters * 4
     enough, little = {"memory_share": 0.75}, {"memory_share": 0.6 * weights / GIB}
     with refused("run.yaml", "the `actor: rollout weights` are ", "(roles.actor.generation.memory_share)",
@@ -241,12 +238,12 @@ def test_weights_beyond_their_share_are_told_with_it(paged: Callable) -> None:
     (20, "roles.actor.swap: true"),  # the 11 MiB of training fit when the engine is out
     (10, "Lower  roles.actor.generation.memory_share"),
 ])
-def test_an_engine_that_fills_a_rank_has_remedies(paged: Callable, mib: int, remedy: str) -> None:
+def test_an_engine_that_fills_a_rank_has_remedies(paged, mib, remedy):
     with refused("The largest memory item is `actor: rollout engine`", remedy, mistakes=1):
         paged("vllm", mib / 1024, {"memory_share": 0.9})
 
 
-def test_a_large_model_is_gathered_by_layer_with_its_gradients(plan_of: Callable) -> None:
+def test_a_large_model_is_gathered_by_layer_with_its_gradients(plan_of):
     model = {"architecture": "qwen3", "layers": 40, "hidden": 512, "heads": 4, "kv_heads": 4}
     actor = {"model": model, "micro_batch_tokens": 10**6}
     found = items_of(plan_of(DIAMOND, ranks=2, roles={"actor": actor}))
@@ -257,7 +254,7 @@ def test_a_large_model_is_gathered_by_layer_with_its_gradients(plan_of: Callable
     assert found["actor: weights while computing"] == (4 + 4) * at_once + 4 * (parameters - at_once)
 
 
-def test_what_a_layer_keeps_counts_its_experts_and_its_grouped_heads() -> None:
+def test_what_a_layer_keeps_counts_its_experts_and_its_grouped_heads():
     seven = shape_of({"hidden_size": 3584, "num_hidden_layers": 28, "vocab_size": 152064, "num_attention_heads": 28,
                       "num_key_value_heads": 4, "intermediate_size": 18944})
     norms, attention, widening = 2 * (4 + 4 + 4) * 3584, 4 * (3 * 3584 + 2 * 512), 4 * 4 * 18944
@@ -268,7 +265,7 @@ def test_what_a_layer_keeps_counts_its_experts_and_its_grouped_heads() -> None:
     assert activation_bytes(experts, 4) == KEPT  # two experts are as wide as a dense layer
 
 
-def test_a_rank_without_rows_of_a_role_has_nothing_of_it(plan_of: Callable) -> None:
+def test_a_rank_without_rows_of_a_role_has_nothing_of_it(plan_of):
     """The shards of a model are those of the ranks that have it, and the fullest rank counts."""
     judged = {"role": "judge", "type": "MODEL_INFERENCE", "function": "judge", "dependencies": ["sample"]}
     nodes = {**DIAMOND, "judged": judged}
@@ -287,7 +284,7 @@ def test_a_rank_without_rows_of_a_role_has_nothing_of_it(plan_of: Callable) -> N
     assert apart["actor: rollout weights"] == everywhere["actor: rollout weights"]
 
 
-def test_a_cache_has_the_rows_that_a_rank_samples(plan_of: Callable, tmp_path: Path) -> None:
+def test_a_cache_has_the_rows_that_a_rank_samples(plan_of, tmp_path):
     """Two of each of 10 prompts, or those of a validation; all of a step where other ranks may leave them theirs."""
     def rows_of(ranks: int = 2, batch_rows: int = 512, **run) -> int:
         generation = {"max_new_tokens": 50, "batch_rows": batch_rows}
@@ -312,7 +309,7 @@ def test_a_cache_has_the_rows_that_a_rank_samples(plan_of: Callable, tmp_path: P
     assert rows_of(mode="async", staleness=2) == 60
 
 
-def test_caches_are_of_the_kinds_of_layers(plan_of: Callable) -> None:
+def test_caches_are_of_the_kinds_of_layers(plan_of):
     """Slots keep rows whole; a model's own cache, 8 tokens of a window and a state as it is."""
     windows = (Attention(1, 64, 32), Attention(3, 64, 16, 8))
     shape = Shape(1000, 4, 16, 10, 64, attention=windows, state=10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import networkx as nx
 from hypothesis import given, settings
@@ -40,7 +40,7 @@ def _graph(dag: Dag) -> nx.DiGraph:
 
 @settings(max_examples=150)
 @given(dags())
-def test_no_depth_order_switches_models_less_often(dag: Dag) -> None:
+def test_no_depth_order_switches_models_less_often(dag):
     graph = _graph(dag)
     order, added = serialize(dag, graph)
     levels = [sorted(level) for level in nx.topological_generations(graph)]
@@ -56,13 +56,13 @@ def _cut(items: list[str], lengths: Iterable[int]) -> list[list[str]]:
     return [list(itertools.islice(rest, length)) for length in lengths]
 
 
-def test_equal_depth_is_chained_and_reported(plan_of: Callable) -> None:
+def test_equal_depth_is_chained_and_reported(plan_of):
     plan = plan_of(DIAMOND)
     assert [task.node for task in plan.tasks] == ["learn", "sample", "left", "right", "join"]
     assert plan.added == (("learn", "sample"), ("left", "right"))
 
 
-def test_the_order_of_keys_does_not_matter(plan_of: Callable) -> None:
+def test_the_order_of_keys_does_not_matter(plan_of):
     nodes = {**DIAMOND, "critic": node("judge", "sample", role="critic"), "judge": node("judge", "sample")}
     digests, picker = set(), random.Random(0)
     for _ in range(8):

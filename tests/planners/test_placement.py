@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from planning import DIAMOND, node, refused
@@ -24,7 +22,7 @@ def actor(**settings) -> dict:
     return {"actor": {"model": MODEL, **settings}}
 
 
-def test_a_split_is_that_of_all_nodes_of_an_engine(plan_of: Callable) -> None:
+def test_a_split_is_that_of_all_nodes_of_an_engine(plan_of):
     plan = plan_of(JUDGED, ranks=4, roles=actor(), layouts={"learn": {"tp": 2}})
     layouts = {task.node: task.layout for task in plan.tasks}
     assert layouts["learn"] == layouts["judged"] == Layout(2, tp=2)
@@ -33,13 +31,13 @@ def test_a_split_is_that_of_all_nodes_of_an_engine(plan_of: Callable) -> None:
     assert plan.layout_of("actor", samples=True) == Layout(4)
 
 
-def test_an_inferring_node_may_use_fewer_shares(plan_of: Callable) -> None:
+def test_an_inferring_node_may_use_fewer_shares(plan_of):
     plan = plan_of(JUDGED, ranks=4, roles=actor(), layouts={"learn": {"tp": 2}, "judged": {"dp": 1, "tp": 2}})
     layouts = {task.node: task.layout for task in plan.tasks}
     assert (layouts["learn"], layouts["judged"]) == (Layout(2, tp=2), Layout(1, tp=2))
 
 
-def test_a_frozen_copy_follows_the_role_that_it_copies(plan_of: Callable) -> None:
+def test_a_frozen_copy_follows_the_role_that_it_copies(plan_of):
     nodes = {**DIAMOND, "judged": node("judge", "sample", role="critic"), "other": node("judge", "sample", role="own")}
     roles = {"critic": {"copy_of": "actor"}, "own": {"copy_of": "actor"}}
     layouts = {"learn": {"tp": 2}}
@@ -51,7 +49,7 @@ def test_a_frozen_copy_follows_the_role_that_it_copies(plan_of: Callable) -> Non
 
 
 @pytest.mark.parametrize("rows", ["measured", "3", "[1, -2]", "[1.5, 1]", "[true, 1]"])
-def test_rows_are_a_list_of_numbers(rows: str) -> None:
+def test_rows_are_a_list_of_numbers(rows):
     with pytest.raises(InvalidInput, match=r"`layouts.rollout.rows`: .* is no list with a whole number for each "
                                            r"share, as \[2, 1\]"):
         plan(load("grpo", None, [f"layouts.rollout.rows={rows}"]), 2)
@@ -67,7 +65,7 @@ def some(*settings: str, dag: str = "grpo", ranks: int = 3) -> dict[tuple[str, b
     return {(role, samples): layout.rows for role, samples, layout in own.models if layout.rows}
 
 
-def test_a_model_is_on_the_ranks_with_rows_of_any_node_of_its_engine() -> None:
+def test_a_model_is_on_the_ranks_with_rows_of_any_node_of_its_engine():
     assert some(GRPO_SOME) == {("actor", False): (1, 1, 0), ("actor", True): (1, 1, 0), ("reference", False): (0, 0, 1)}
     assert some("layouts={update: {dp: 1}, reference: {dp: 2}}") == {
         ("actor", False): (1, 0, 0), ("reference", False): (1, 1, 0)}
@@ -81,7 +79,7 @@ def test_a_model_is_on_the_ranks_with_rows_of_any_node_of_its_engine() -> None:
     assert made.layout_of("actor", samples=True) == Layout(4)
 
 
-def test_layouts_first_gives_a_role_ranks_to_itself() -> None:
+def test_layouts_first_gives_a_role_ranks_to_itself():
     """Counted among the ranks that train, up to the next `first`; the others have the first ranks."""
     made = plan(load("ppo", None, ["layouts={critic: {first: 2}, reference: {first: 3}}"]), 4)
     layouts = {task.node: task.layout for task in made.tasks}
@@ -100,13 +98,13 @@ def test_layouts_first_gives_a_role_ranks_to_itself() -> None:
     (["layouts={update: {first: 2}, rollout: {rows: [1, 1]}}", "roles.actor.lora={rank: 2}"],
      "samples on other ranks than those that train role `actor`", "the same `first`"),
 ])
-def test_ranks_that_a_role_cannot_have_to_itself_are_refused(settings: list[str], message: str, line: str) -> None:
+def test_ranks_that_a_role_cannot_have_to_itself_are_refused(settings, message, line):
     with pytest.raises(InvalidInput) as error:
         plan(load("ppo", None, settings), 4)
     assert any(message in mistake.what and line in (mistake.hint or "") for mistake in error.value.mistakes)
 
 
-def test_roles_that_share_shards_are_on_the_same_ranks() -> None:
+def test_roles_that_share_shards_are_on_the_same_ranks():
     assert some(GRPO_SOME, "roles.actor.lora={}") == {}, "both compute with one base"
     first = GRPO_SOME.replace("[0, 0, 1]", "[1, 0, 0]")
     assert some(first, "roles.actor.lora={}") == {("actor", False): (1, 1, 0), ("reference", False): (1, 1, 0)}
@@ -120,8 +118,7 @@ def test_roles_that_share_shards_are_on_the_same_ranks() -> None:
     (["mode=semi_sync", "groups.rollout=1"], {("actor", False)}),  # rows of the reference go to whichever rank is free
     (["roles.actor.replicas=3"], {("actor", True)}),
     (["roles.actor.rollout=vllm", "roles.actor.dtype=bfloat16"], {("actor", False), ("reference", False)})])
-def test_what_wants_all_ranks_has_shares_of_no_rows(more: list[str], left: set[tuple[str, bool]],
-                                                    engines: None) -> None:
+def test_what_wants_all_ranks_has_shares_of_no_rows(more, left, engines):
     apart = "mode" in more[0]
     layouts = GRPO_SOME.replace("rollout: {rows: [1, 1, 0]}, ", "") if apart else GRPO_SOME
     assert {*some(layouts, *more, ranks=3 + apart)} == left
@@ -138,7 +135,7 @@ def test_layout_says_where_the_ranks_of_a_share_stand(layout, shares, leaders):
     assert layout.ranks_of(1) == [rank for rank, share in enumerate(shares) if share == 1]
 
 
-def test_stages_may_have_unequal_layers_and_an_order(plan_of: Callable, engines: None) -> None:
+def test_stages_may_have_unequal_layers_and_an_order(plan_of, engines):
     asked = {"learn": {"pp": 2, "layers": [3, 1], "order": STAGES_OUTERMOST}}
     plan = plan_of(JUDGED, ranks=4, roles=actor(engine="megatron"), layouts=asked)
     learn, judged = (plan.task(node).layout for node in ("learn", "judged"))
@@ -184,15 +181,13 @@ def test_stages_may_have_unequal_layers_and_an_order(plan_of: Callable, engines:
     ({}, {"replicas": 3}, "role `actor` wants 3 replicas, which do not divide the 4 ranks",
      "One of  replicas: 1, 2, 4"),
 ])
-def test_what_cannot_be_split_is_told_with_a_remedy(plan_of: Callable, layouts: dict, settings: dict, message: str,
-                                                    remedy: str, engines: None) -> None:
+def test_what_cannot_be_split_is_told_with_a_remedy(plan_of, layouts, settings, message, remedy, engines):
     with refused(message, remedy, "run.yaml", mistakes=1):
         plan_of(JUDGED, ranks=4, roles=actor(**settings), layouts=layouts)
 
 
 @pytest.mark.parametrize(("name", "line"), [("vllm", "cpu_fused_moe.cpp"), ("sglang", "fused_moe_native.py:77")])
-def test_rollouts_have_whole_experts_on_gpus_alone(spec_of: Callable, name: str, line: str,
-                                                   engines: None) -> None:
+def test_rollouts_have_whole_experts_on_gpus_alone(spec_of, name, line, engines):
     model = {"architecture": "qwen3_moe", "kv_heads": 2}
     spec = spec_of(JUDGED, roles=actor(rollout=name, model=model), layouts={"sample": {"tp": 2, "ep": 2}})
     sample = plan(replace(spec, on_cpus=False), 4).task("sample").layout
@@ -206,8 +201,7 @@ def test_rollouts_have_whole_experts_on_gpus_alone(spec_of: Callable, name: str,
     ("rollout", "sglang", "sglang", "sglang/bin/pip install sglang==0.5.23 && export DISTFLOW_SGLANG_PYTHON="),
     ("engine", "megatron", "megatron-core", pip_line("megatron")),
 ])
-def test_a_missing_engine_says_its_pip_line(plan_of: Callable, key: str, name: str, package: str, line: str,
-                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_engine_says_its_pip_line(plan_of, key, name, package, line, monkeypatch):
     monkeypatch.setattr("distflow.config.models.installed", lambda engine: None)
     monkeypatch.delenv("DISTFLOW_SGLANG_PYTHON", raising=False)
     with refused(f"role `actor` wants `{key}: {name}`, and {package} is not installed", line, mistakes=1):
@@ -215,8 +209,7 @@ def test_a_missing_engine_says_its_pip_line(plan_of: Callable, key: str, name: s
 
 
 @pytest.mark.parametrize("made", ["nothing", "a file", "a folder", "an executable"])
-def test_another_environment_must_have_a_python(plan_of: Callable, tmp_path: Path, made: str,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_environment_must_have_a_python(plan_of, tmp_path, made, monkeypatch):
     python = tmp_path / "python"
     if made == "a folder":
         python.mkdir()
@@ -233,7 +226,7 @@ def test_another_environment_must_have_a_python(plan_of: Callable, tmp_path: Pat
         plan_of(JUDGED, roles=settings)
 
 
-def test_an_unknown_version_is_told_with_what_was_tested(plan_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_version_is_told_with_what_was_tested(plan_of, monkeypatch):
     monkeypatch.setattr("distflow.config.models.installed", lambda engine: "9.9.1" if engine.packages else None)
     plan = plan_of(JUDGED, roles=actor(rollout="vllm"))
     note, = (note for note in plan.notes if "9.9.1" in note)
@@ -245,13 +238,12 @@ def test_an_unknown_version_is_told_with_what_was_tested(plan_of: Callable, monk
     ("engine", {"engine": "megatron", "recompute": True}, "wants `engine: megatron` and `recompute`, which it"),
     ("engine", {"engine": "megatron", "lora": {}}, "wants `engine: megatron` and `lora`, which it cannot do"),
 ])
-def test_what_an_engine_cannot_do_is_told_with_another(plan_of: Callable, key: str, settings: dict, message: str,
-                                                       engines: None) -> None:
+def test_what_an_engine_cannot_do_is_told_with_another(plan_of, key, settings, message, engines):
     with refused(message, f"Instead:  {key}: {'hf' if key == 'rollout' else 'fsdp'}", mistakes=1):
         plan_of(JUDGED, roles=actor(**settings))
 
 
-def test_a_conversation_is_not_split(engines: None) -> None:
+def test_a_conversation_is_not_split(engines):
     with refused("node `rollout` talks with an environment, and its model is split over 2 ranks", mistakes=1):
         plan(load("grpo_tools.yaml", None, ["roles.actor.rollout=vllm", "layouts.rollout.tp=2"]), 2)
     with pytest.raises(InvalidInput, match="talks with an agent, and its model is split over 2 ranks"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 
 import pytest
 from planning import DIAMOND, LEARN, RUN, node
@@ -16,7 +15,7 @@ from planners import plan
 JUDGE = node("judge", "sample")
 
 
-def test_equal_inputs_give_equal_digests(plan_of: Callable) -> None:
+def test_equal_inputs_give_equal_digests(plan_of):
     first, second = plan_of(DIAMOND), plan_of(DIAMOND)
     assert first == second
     assert first.digest == second.digest
@@ -41,12 +40,12 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_digest_differs_when_anything_differs(plan_of: Callable, change: str) -> None:
+def test_digest_differs_when_anything_differs(plan_of, change):
     nodes, more = CHANGES[change]
     assert plan_of(nodes, **more).digest != plan_of(DIAMOND).digest
 
 
-def test_digest_does_not_say_where_files_lie(plan_of: Callable, tmp_path) -> None:
+def test_digest_does_not_say_where_files_lie(plan_of, tmp_path):
     data = {"train": str(tmp_path / "data.jsonl"), "batch": 10, "max_prompt_tokens": 30, "max_target_tokens": 20}
     assert plan_of(DIAMOND, data=data, output="elsewhere").digest == plan_of(DIAMOND).digest
 
@@ -64,7 +63,7 @@ def hundred(layers: int = 20) -> tuple[dict, dict]:
     return nodes, roles
 
 
-def test_a_hundred_nodes_on_a_thousand_ranks(spec_of: Callable) -> None:
+def test_a_hundred_nodes_on_a_thousand_ranks(spec_of):
     nodes, roles = hundred()
     began = time.process_time()
     made = plan(spec_of(nodes, roles), 1024)
@@ -75,27 +74,27 @@ def test_a_hundred_nodes_on_a_thousand_ranks(spec_of: Callable) -> None:
     assert len({id(chain) for chain in chains}) == 1, "what is alike for all ranks is there once"
 
 
-def test_ranks_outside_a_layout_still_have_its_task_for_the_rows_they_send(plan_of: Callable) -> None:
+def test_ranks_outside_a_layout_still_have_its_task_for_the_rows_they_send(plan_of):
     made = plan_of(DIAMOND, ranks=4, layouts={"join": {"dp": 1}})
     (join,) = [task for task in made.chain(3) if task.node == "join"]
     assert (join.layout.share(0), join.layout.share(3)) == (0, None)
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
-def test_there_are_no_chains_for_other_ranks(plan_of: Callable, rank: int) -> None:
+def test_there_are_no_chains_for_other_ranks(plan_of, rank):
     made: Plan = plan_of(DIAMOND)
     with pytest.raises(ValueError, match=f"rank {rank} of a plan for 2 ranks"):
         made.chain(rank)
 
 
-def test_a_model_without_training_is_warned_about(plan_of: Callable) -> None:
+def test_a_model_without_training_is_warned_about(plan_of):
     first, second = plan_of(DIAMOND, data={**RUN["data"], "max_prompt_tokens": 1000}).notes
     assert first.startswith("role `actor` starts from random weights")
     assert second.startswith("role `actor` may generate up to 1,256 tokens")
     assert second.endswith("but its model was made for 1,024")
 
 
-def test_what_an_environment_begins_with_counts(tmp_path, monkeypatch) -> None:
+def test_what_an_environment_begins_with_counts(tmp_path, monkeypatch):
     (tmp_path / "mazes.py").write_text("from distflow import environment\n\n@environment\nclass Maze:\n"
                                        "    def start(self): ...\n    def step(self, text): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,7 +1,5 @@
 """A filter that draws prompts again: what comes before it is what it needs, and runs once for each draw."""
 
-from __future__ import annotations
-
 import pytest
 from planning import LEARN
 

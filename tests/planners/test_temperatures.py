@@ -1,7 +1,5 @@
 """Log-probabilities that are compared are of one temperature."""
 
-from __future__ import annotations
-
 import pytest
 from harness import ROOT
 from planning import refused

@@ -286,7 +286,7 @@ def test_what_one_rank_sees_otherwise_is_not_passed_over(tmp_path, saved):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
+def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     run_ranks(1, train_and_save, folder, 2, 2)
     return folder

@@ -59,7 +59,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch) -> Clock:
+def clock(monkeypatch):
     return Clock(monkeypatch)
 
 

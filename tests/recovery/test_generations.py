@@ -1,11 +1,8 @@
 """An older trainer that comes back writes nothing beside its successor, wherever it was stopped."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -79,7 +76,7 @@ for place in sys.argv[2:]:
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory) -> tuple[Path, dict[tuple[str, int], str]]:
+def stopped(tmp_path_factory):
     """Return the folder in which trainers were stopped, one at each of the places, and went on when another had saved;
     and what each has said in the end."""
     folder = tmp_path_factory.mktemp("stopped")

@@ -1,7 +1,5 @@
 """Hooks of a role are called for ranks of that role alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from distflow.errors import InvalidInput

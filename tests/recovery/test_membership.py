@@ -27,7 +27,7 @@ def store():
 
 
 @pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
+def pool():
     with ThreadPoolExecutor(8) as threads:
         yield threads
 

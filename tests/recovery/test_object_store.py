@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
 
@@ -43,7 +42,7 @@ FIRST, SECOND = TrainerGeneration(1, 0, 0, "a"), TrainerGeneration(2, 0, 0, "b")
 
 
 @pytest.fixture(scope="module")
-def s3() -> Iterator[Callable[[], str]]:
+def s3():
     """`s3()`: the address of a new bucket."""
     pytest.importorskip("s3fs")
     server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
@@ -69,13 +68,13 @@ def s3() -> Iterator[Callable[[], str]]:
 
 
 @pytest.fixture(params=["file", "s3"])
-def to(request, tmp_path) -> str:
+def to(request, tmp_path):
     """A value of `checkpoint.to`."""
     return request.getfixturevalue("s3")() if request.param == "s3" else f"file://{tmp_path}/store"
 
 
 @pytest.fixture
-def run(tmp_path) -> Path:
+def run(tmp_path):
     """The folder of a run that has begun."""
     folder = tmp_path / "runs/grpo-1"
     (folder / "best/model").mkdir(parents=True)

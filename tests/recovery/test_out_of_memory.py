@@ -1,7 +1,5 @@
 """What a supervisor can know of an out-of-memory kill of its worker; a real kill: tests/test_recovery.py."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

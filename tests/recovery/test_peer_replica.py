@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -51,13 +50,13 @@ def store():
 
 
 @pytest.fixture
-def replicas() -> Snapshots:
+def replicas():
     """The other supervisor's memory, which this process can read."""
     return Snapshots(slots=2)
 
 
 @pytest.fixture
-def start(store, replicas) -> Iterator[Callable[[], ReplicaServer]]:
+def start(store, replicas):
     """Start the process that writes there, once it listens."""
     servers = []
 

@@ -1,7 +1,5 @@
 """Ranks that publish what they do, at a real store."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -12,7 +10,7 @@ from distflow.telemetry.collectives import Collective
 
 
 @pytest.fixture
-def ranks() -> list[RankStatus]:
+def ranks():
     store = hosted()
     return [RankStatus(store, rank, 12) for rank in range(12)]
 

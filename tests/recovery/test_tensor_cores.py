@@ -1,11 +1,8 @@
 """Whether tensor cores work, as a supervisor sees it. Without a GPU, NVML is a fake, but for the last test."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from ctypes import POINTER, Structure, c_double, c_uint, pointer
 from types import SimpleNamespace
 
@@ -65,7 +62,7 @@ class Nvml:
 
 
 @pytest.fixture
-def nvml(monkeypatch) -> Iterator[Nvml]:
+def nvml(monkeypatch):
     made = Nvml()
     monkeypatch.setitem(sys.modules, "pynvml", made)
     tensor_cores.cache_clear()

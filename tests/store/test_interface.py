@@ -10,11 +10,10 @@ import pytest
 from stores import hosted
 
 from distflow.store.etcd import EtcdStore
-from distflow.store.interface import Store
 
 
 @pytest.fixture(params=["tcp", "etcd"])
-def store(request) -> Store:
+def store(request):
     return hosted() if request.param == "tcp" else EtcdStore(request.getfixturevalue("etcd").address(), 60.0)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
@@ -16,12 +15,12 @@ from distflow.store.tcp import TCPStoreClient, store_on
 
 
 @pytest.fixture
-def store() -> TCPStoreClient:
+def store():
     return hosted()
 
 
 @pytest.fixture
-def process() -> Iterator[StoreProcess]:
+def process():
     made = StoreProcess()
     yield made
     made.end()

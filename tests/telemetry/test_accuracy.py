@@ -1,7 +1,5 @@
 """pass@k against all ways of drawing, and intervals against what they promise."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

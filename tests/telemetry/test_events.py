@@ -1,7 +1,5 @@
 """Events of several ranks in one file."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

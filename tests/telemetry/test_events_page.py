@@ -60,7 +60,7 @@ def recorded() -> Iterator[tuple[str, set[str]]]:
             yield name, {"what"} if of == "self._warn" else {key.arg for key in call.keywords if key.arg}
 
 
-def test_each_event_of_the_source_is_listed_with_its_keys_and_no_other() -> None:
+def test_each_event_of_the_source_is_listed_with_its_keys_and_no_other():
     found: dict[str, set[str]] = {}
     for name, keys in recorded():
         found[name] = found.get(name, set()) | keys
@@ -68,7 +68,7 @@ def test_each_event_of_the_source_is_listed_with_its_keys_and_no_other() -> None
     assert listed() == found
 
 
-def test_the_detectors_that_record_events_are_named() -> None:
+def test_the_detectors_that_record_events_are_named():
     page = (ROOT / "docs/events.md").read_text()
     shipped = {name for name, each in STEP_DETECTORS.items() if each.__module__ == "distflow.recovery.detectors"}
     assert {name for name in shipped if f"`{name}`" not in page} == set()

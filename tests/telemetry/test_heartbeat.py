@@ -1,7 +1,5 @@
 """How long a counter has stood still."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,11 +1,8 @@
 """Lines that cannot be written: dropped as a whole, counted, and the file stays valid."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 from harness import ROOT, environment
 
@@ -53,7 +50,7 @@ events.leave(0)
 """
 
 
-def test_a_short_write_is_undone_and_later_lines_are_written(tmp_path: Path):
+def test_a_short_write_is_undone_and_later_lines_are_written(tmp_path):
     """The kernel writes what still fits below the limit, and refuses the rest."""
     path = tmp_path / "lines.jsonl"
     done = subprocess.run([sys.executable, "-c", LIMITED, str(path)], cwd=ROOT, env=environment(), capture_output=True,
@@ -65,7 +62,7 @@ def test_a_short_write_is_undone_and_later_lines_are_written(tmp_path: Path):
     assert done.stderr.count("cannot be written: File too large") == 1
 
 
-def test_a_full_disk_ends_nothing_that_tells_of_a_run(tmp_path: Path):
+def test_a_full_disk_ends_nothing_that_tells_of_a_run(tmp_path):
     """Nor a full screen: standard output is a file on it."""
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], cwd=ROOT, env=environment(), stdout=full,

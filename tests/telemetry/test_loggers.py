@@ -20,7 +20,7 @@ _BLOCK = 32768
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     made = tmp_path / "mine-1"
     made.mkdir()
     (made / "run.yaml").write_text("roles: {actor: {learning_rate: 0.1}}\n")
@@ -72,7 +72,7 @@ def sent_in_a_second_of_its_own() -> None:
         time.sleep(0.01)
 
 
-def test_wandb_has_each_step_once_also_of_a_resumed_run(folder) -> None:
+def test_wandb_has_each_step_once_also_of_a_resumed_run(folder):
     pytest.importorskip("wandb")
     settings = {"wandb": {"project": "tests", "mode": "offline"}}
     send(folder, settings, range(1, 4))
@@ -97,7 +97,7 @@ def test_wandb_has_each_step_once_also_of_a_resumed_run(folder) -> None:
     assert len(ids) == 1, "a resumed run goes on under its id"
 
 
-def test_mlflow_has_metrics_settings_and_samples(folder, tmp_path, monkeypatch) -> None:
+def test_mlflow_has_metrics_settings_and_samples(folder, tmp_path, monkeypatch):
     client_of = pytest.importorskip("mlflow").MlflowClient
     monkeypatch.chdir(tmp_path)  # where MLflow keeps tables
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
@@ -150,7 +150,7 @@ class Failing(Noted):
         raise ConnectionError("no network")
 
 
-def test_loggers_send_each_series_in_order_and_no_step_again(tmp_path, monkeypatch) -> None:
+def test_loggers_send_each_series_in_order_and_no_step_again(tmp_path, monkeypatch):
     """A step is validated long after its metrics were written, perhaps after those of newer steps."""
     monkeypatch.setitem(LOGGERS, "noted", Noted)
     loggers = Loggers(tmp_path, {"noted": {}})
@@ -167,7 +167,7 @@ def test_loggers_send_each_series_in_order_and_no_step_again(tmp_path, monkeypat
     assert Noted.sent == [("metrics", 3, {"loss": 0.3})]
 
 
-def test_a_logger_that_fails_is_one_warning_and_the_others_go_on(tmp_path, monkeypatch, capsys) -> None:
+def test_a_logger_that_fails_is_one_warning_and_the_others_go_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(LOGGERS, "failing", Failing)
     monkeypatch.setitem(LOGGERS, "noted", Noted)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
@@ -180,7 +180,7 @@ def test_a_logger_that_fails_is_one_warning_and_the_others_go_on(tmp_path, monke
     assert capsys.readouterr().err.count("`failing` of `log` has failed") == 1
 
 
-def test_a_logger_that_is_stuck_blocks_nothing_and_its_queue_is_bounded(tmp_path, monkeypatch, capsys) -> None:
+def test_a_logger_that_is_stuck_blocks_nothing_and_its_queue_is_bounded(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(LOGGERS, "stuck", Stuck)
     monkeypatch.setattr("distflow.telemetry.loggers._ROOM", 3)
     monkeypatch.setattr("distflow.telemetry.loggers._DRAIN", 0.1)
@@ -197,12 +197,12 @@ def test_a_logger_that_is_stuck_blocks_nothing_and_its_queue_is_bounded(tmp_path
 
 
 @pytest.mark.parametrize(("log", "said"), [("[wandbb]", "wandb"), ("[{wandb: {projct: x}}]", "project")])
-def test_mistakes_are_told_with_what_was_meant(capsys, log, said) -> None:
+def test_mistakes_are_told_with_what_was_meant(capsys, log, said):
     assert main(["validate", "grpo", "--set", f"log={log}"]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_run_is_logged_while_it_goes_on_and_one_that_fails_costs_nothing(launch, workspace, monkeypatch) -> None:
+def test_a_run_is_logged_while_it_goes_on_and_one_that_fails_costs_nothing(launch, workspace, monkeypatch):
     """MLflow's store cannot be made; the file of Weights & Biases is whole."""
     pytest.importorskip("wandb")
     pytest.importorskip("mlflow")

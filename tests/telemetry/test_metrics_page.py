@@ -46,7 +46,7 @@ def reported() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def names_in_source() -> set[str]:
+def names_in_source():
     found = set(reported()) - TAKEN_OUT | RETURNED
     assert len(found) > 50, "the source reports by other calls than this test knows"
     return found

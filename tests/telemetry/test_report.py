@@ -31,7 +31,7 @@ def lines(file: Path, content: list[dict[str, Any]]) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path):
+def run(tmp_path):
     def made(name: str, steps: int = 4, rate: str = "0.1") -> Path:
         folder = tmp_path / name
         folder.mkdir()
@@ -200,7 +200,7 @@ def test_a_browser_draws_it_and_finds_samples(run, tmp_path):
 
 
 @pytest.fixture
-def timed(run) -> Path:
+def timed(run):
     """A run with validation and timelines."""
     folder = run("one", steps=6)
     lines(folder / "validation.jsonl", [
@@ -261,7 +261,7 @@ def test_best_reward_is_that_of_the_recipe_not_the_best_seen(run, recipe, best):
 
 
 @pytest.fixture
-def talking(run) -> Path:
+def talking(run):
     """A run with seven conversations."""
     folder = run("talk", steps=7)
     (folder / "trajectories").mkdir()

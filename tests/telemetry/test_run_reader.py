@@ -67,7 +67,7 @@ def write(file: Path, *lines: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     folder = tmp_path / "run"
     write(folder / "metrics.jsonl", METRICS, {**METRICS, "step": 2})
     for name in ("samples", "validation"):
@@ -86,7 +86,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("arguments", [
     ["watch", "--once"], ["why"], ["why", "--step", "1"], ["faults"], ["report", "--trace"], ["inject", "stop"]],
     ids=lambda arguments: " ".join(arguments))
-def test_torn_and_foreign_lines_are_passed_over(folder, arguments, capsys) -> None:
+def test_torn_and_foreign_lines_are_passed_over(folder, arguments, capsys):
     code = main([arguments[0], str(folder), *arguments[1:]])
     said = capsys.readouterr()
     assert code == (2 if arguments[0] == "inject" else 0), said
@@ -96,7 +96,7 @@ def test_torn_and_foreign_lines_are_passed_over(folder, arguments, capsys) -> No
 
 
 @pytest.mark.parametrize("arguments", [["watch", "--once"], ["why"], ["report"]], ids=lambda each: each[0])
-def test_documents_of_a_run_that_stand_for_too_much_or_are_foreign_are_passed_over(folder, arguments, capsys) -> None:
+def test_documents_of_a_run_that_stand_for_too_much_or_are_foreign_are_passed_over(folder, arguments, capsys):
     lists = "".join(f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 9)}]\n" for number in range(1, 12))
     for name in ("dag.yaml", "run.yaml"):
         (folder / name).write_text(f"a0: &a0 [x]\n{lists}")
@@ -104,13 +104,13 @@ def test_documents_of_a_run_that_stand_for_too_much_or_are_foreign_are_passed_ov
     assert main([arguments[0], str(folder), *arguments[1:]]) == 0, capsys.readouterr()
 
 
-def test_torn_and_foreign_lines_are_not_in_reports(folder, tmp_path) -> None:
+def test_torn_and_foreign_lines_are_not_in_reports(folder, tmp_path):
     found = read_run(folder)
     assert 0.5 in found["metrics"]["reward/mean"][1]
     assert write_report([folder], tmp_path / "report.html")
 
 
-def test_torn_and_foreign_lines_are_not_in_what_a_resumed_run_reads(folder) -> None:
+def test_torn_and_foreign_lines_are_not_in_what_a_resumed_run_reads(folder):
     reader = RunReader(folder)
     assert {1, 2} <= {line["step"] for line in reader.steps()}
     assert (1, 0) in {(each.step, each.rank) for each in timings.read(folder / "times.jsonl")}
@@ -134,7 +134,7 @@ def clocked(*times: float) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("times", [
     [5000, 5010, 5020, 5021, 1430, 1431, 1440], [5000, 5010, 5020, 5021, 5030 + 3e7, 5031 + 3e7, 5040 + 3e7],
     [5000, 5010, 5020 + 3e7, 5021, 5030, 5031, 5040]], ids=["back", "a year ahead", "ahead and back"])
-def test_a_clock_that_jumps_does_not_blow_up_faults(folder, capsys, times) -> None:
+def test_a_clock_that_jumps_does_not_blow_up_faults(folder, capsys, times):
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in clocked(*times)))
     assert main(["faults", str(folder)]) == 0
     said = capsys.readouterr().out
@@ -148,7 +148,7 @@ def test_a_clock_that_jumps_does_not_blow_up_faults(folder, capsys, times) -> No
 
 
 @pytest.mark.parametrize("jump", [-3600.0, 3600.0, 3e7])
-def test_a_clock_that_is_set_hides_no_silence_and_makes_none(folder, jump) -> None:
+def test_a_clock_that_is_set_hides_no_silence_and_makes_none(folder, jump):
     """The file's time is of the clock as it is now, its line of the clock as it was when the process began."""
     file, now = folder / "timeline/rank0.jsonl", time.time()
     base = round(1e6 * (now - jump)) - 10**6

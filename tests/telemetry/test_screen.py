@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-from pathlib import Path
 
 import pytest
 from rich.text import Text
@@ -22,7 +21,7 @@ def obeyed(text: str) -> set[str]:
     return {letter for letter in text if letter != "\n" and letter != "\t" and screen._CONTROL.match(letter)}
 
 
-def test_printable_text_has_no_control_characters() -> None:
+def test_printable_text_has_no_control_characters():
     found = screen.printable(HOSTILE)
     assert not obeyed(found)
     assert found.startswith(r"a\x1b]0;title\x07b\x1b[2J")
@@ -31,7 +30,7 @@ def test_printable_text_has_no_control_characters() -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "launch.json").write_text('{"search": [], "torchrun": ""}')
@@ -49,14 +48,14 @@ VERBS = [["why"], ["faults"], ["watch"], ["report", "--trace"]]
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb[-1])
-def test_verbs_print_no_control_characters(run, verb, capsys) -> None:
+def test_verbs_print_no_control_characters(run, verb, capsys):
     main([*verb, str(run)])
     said = capsys.readouterr()
     assert not obeyed(said.out + said.err)
     assert r"a\x1b" in said.out or "--trace" in verb
 
 
-def test_mistakes_and_notes_print_no_control_characters(tmp_path, capsys) -> None:
+def test_mistakes_and_notes_print_no_control_characters(tmp_path, capsys):
     (tmp_path / "hostile.yaml").write_text('steps: "\\e[2J"\n')
     assert main(["validate", "grpo", "--run", str(tmp_path / "hostile.yaml")]) == 2
     assert main([HOSTILE]) == 2
@@ -65,7 +64,7 @@ def test_mistakes_and_notes_print_no_control_characters(tmp_path, capsys) -> Non
     assert not obeyed(said.out + said.err)
 
 
-def test_a_page_on_a_terminal_has_only_its_own_control_characters(monkeypatch) -> None:
+def test_a_page_on_a_terminal_has_only_its_own_control_characters(monkeypatch):
     class Screen(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -82,7 +81,7 @@ def test_a_page_on_a_terminal_has_only_its_own_control_characters(monkeypatch) -
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_screens_with_few_characters_end_nothing(run, monkeypatch, encoding) -> None:
+def test_screens_with_few_characters_end_nothing(run, monkeypatch, encoding):
     streams = [io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2)]
     monkeypatch.setattr(sys, "stdout", streams[0])
     monkeypatch.setattr(sys, "stderr", streams[1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -23,14 +22,14 @@ def crash(*_: object) -> None:
 
 
 @pytest.fixture
-def stack() -> Iterator[StackFile]:
+def stack():
     made = StackFile()
     yield made
     made.close()
 
 
 @pytest.fixture
-def standing(stack: StackFile) -> Iterator[Callable[[], Child]]:
+def standing(stack):
     """Start a process that stands in `stand`, and crashes in `crash` when it gets SIGUSR1."""
     started: list[Child] = []
 

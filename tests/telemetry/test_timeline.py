@@ -15,7 +15,7 @@ from distflow.telemetry.timeline import Timeline
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "run").mkdir()
     return tmp_path / "run"
 
@@ -37,7 +37,7 @@ def write_lines(folder: Path, rank: int, host: str, base: float, spans: list[lis
     (folder / "timeline" / f"rank{rank}.jsonl").write_text(json.dumps(line) + "\n")
 
 
-def test_each_activity_ends_where_the_next_begins(folder) -> None:
+def test_each_activity_ends_where_the_next_begins(folder):
     mine = opened(folder)
     mine.enter("computing node `a`", "generating", 1, "a")
     with mine.span("transfers", "a → b", columns=["x"]) as facts:
@@ -57,7 +57,7 @@ def test_each_activity_ends_where_the_next_begins(folder) -> None:
     assert {span.name for span in timeline.read(folder, range(2, 3)).spans} == {"waiting for prompts"}
 
 
-def test_a_file_does_not_grow_for_ever_and_torn_lines_are_passed_over(folder, monkeypatch) -> None:
+def test_a_file_does_not_grow_for_ever_and_torn_lines_are_passed_over(folder, monkeypatch):
     monkeypatch.setattr(timeline, "_LARGEST", 2000)
     mine = opened(folder)
     for step in range(1, 60):
@@ -74,7 +74,7 @@ def test_a_file_does_not_grow_for_ever_and_torn_lines_are_passed_over(folder, mo
 
 
 @pytest.mark.parametrize("ahead", [0.0, 37.5, -4.0])
-def test_clocks_of_two_machines_are_aligned_by_their_collectives(folder, ahead) -> None:
+def test_clocks_of_two_machines_are_aligned_by_their_collectives(folder, ahead):
     """Rank 1's machine is `ahead`; both leave the collectives of steps 1 and 2 at once."""
     finishing = timeline.FINISHING
     write_lines(folder, 0, "one", 1000.0, [["", finishing, 1, 10.00, 0.50, {}], ["", finishing, 2, 20.49, 0.02, {}]])
@@ -87,7 +87,7 @@ def test_clocks_of_two_machines_are_aligned_by_their_collectives(folder, ahead) 
     assert ends[0, 1] == pytest.approx(ends[1, 1], abs=0.03)
 
 
-def test_a_rollout_on_another_machine_pulls_nothing_before_it_is_published(folder) -> None:
+def test_a_rollout_on_another_machine_pulls_nothing_before_it_is_published(folder):
     write_lines(folder, 0, "one", 1000.0, [["weights", "publish", 1, 5.0, 0.2, {"version": 3}]])
     write_lines(folder, 1, "two", 990.0, [["weights", "pull", 1, 5.1, 0.3, {"version": 3}]])
     run = timeline.read(folder)
@@ -101,7 +101,7 @@ def trace_of(folder: Path) -> list[dict[str, Any]]:
         return json.load(file)["traceEvents"]
 
 
-def test_a_trace_has_a_process_for_each_rank_and_no_thread_with_two_things_at_once(folder, capsys) -> None:
+def test_a_trace_has_a_process_for_each_rank_and_no_thread_with_two_things_at_once(folder, capsys):
     rows = [["rows", f"row {row}", 1, 0.1 * row, 1.0, {"tokens": 5}] for row in range(5)]
     write_lines(folder, 0, "one", 1000.0, [["", "computing node `a`", 1, 0.0, 2.0, {"phase": "training"}], *rows,
                                            ["weights", "publish", 1, 2.0, 0.1, {"version": 3}]])
@@ -123,7 +123,7 @@ def test_a_trace_has_a_process_for_each_rank_and_no_thread_with_two_things_at_on
     assert (mark["name"], mark["ts"], mark["args"]["what"]) == ("failure", 1e6, "killed")
 
 
-def test_mistakes_are_told(folder, capsys) -> None:
+def test_mistakes_are_told(folder, capsys):
     assert main(["report", "--trace", str(folder)]) == 2
     assert "has no timeline" in capsys.readouterr().err
     write_lines(folder, 0, "one", 1000.0, [["", "sampling", 4, 0.0, 2.0, {}]])
@@ -137,7 +137,7 @@ def test_mistakes_are_told(folder, capsys) -> None:
 
 
 @pytest.mark.parametrize("mode", [(), ("mode=async", "groups.rollout=1")], ids=["sync", "async"])
-def test_a_run_says_where_all_its_time_goes(launch, workspace, mode) -> None:
+def test_a_run_says_where_all_its_time_goes(launch, workspace, mode):
     settings = [part for setting in ("steps=6", *mode) for part in ("--set", setting)]
     launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", *settings)
     folder, = (workspace / "runs").iterdir()
@@ -155,7 +155,7 @@ def test_a_run_says_where_all_its_time_goes(launch, workspace, mode) -> None:
 
 
 @pytest.mark.parametrize("mode", [(), ("mode=async", "groups.rollout=1")], ids=["sync", "async"])
-def test_profiled_steps_stand_beside_the_activities_of_their_ranks(launch, workspace, mode) -> None:
+def test_profiled_steps_stand_beside_the_activities_of_their_ranks(launch, workspace, mode):
     settings = [part for setting in ("steps=3", *mode) for part in ("--set", setting)]
     launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--profile", "2", *settings)
     folder, = (workspace / "runs").iterdir()

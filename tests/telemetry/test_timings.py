@@ -8,7 +8,7 @@ from distflow.plan_file import NodeTiming
 from distflow.telemetry.timings import StepTimings, TimingsFile, read, usual
 
 
-def test_every_rank_writes_a_line_for_a_step(tmp_path) -> None:
+def test_every_rank_writes_a_line_for_a_step(tmp_path):
     for rank in range(2):
         times = TimingsFile()
         times.add("before", NodeTiming(9.0))
@@ -22,7 +22,7 @@ def test_every_rank_writes_a_line_for_a_step(tmp_path) -> None:
     assert found[1] == StepTimings("abc", 1, 1, 2.0, {"rollout": NodeTiming(1.75, 6, 60, 15, 30, 9)})
 
 
-def test_a_step_done_twice_counts_as_it_was_done_last_and_a_torn_line_does_not(tmp_path) -> None:
+def test_a_step_done_twice_counts_as_it_was_done_last_and_a_torn_line_does_not(tmp_path):
     times = TimingsFile()
     times.open(tmp_path / "times.jsonl", 0, "abc")
     for seconds in (5.0, 1.0):
@@ -38,7 +38,7 @@ def _step(step: int, rank: int, seconds: float, *nodes: str) -> StepTimings:
                        {node: NodeTiming(seconds, 2, 20, 5, 10, 6) for node in nodes or ("a", "b")})
 
 
-def test_the_usual_is_the_median_of_complete_steps_without_the_first() -> None:
+def test_the_usual_is_the_median_of_complete_steps_without_the_first():
     steps = [_step(step, rank, 100.0 if step < 3 else float(step)) for step in range(1, 8) for rank in range(2)]
     steps += [_step(8, 0, 1000.0)]  # of which the other rank has written nothing yet
     steps += [_step(9, rank, 1000.0, "b") for rank in range(2)]  # rows were taken over, not sampled
@@ -51,7 +51,7 @@ def test_the_usual_is_the_median_of_complete_steps_without_the_first() -> None:
     assert (idle.steps, idle.nodes["b", 1]) == (5, NodeTiming())
 
 
-def test_what_was_done_by_another_plan_does_not_count() -> None:
+def test_what_was_done_by_another_plan_does_not_count():
     before = [replace(_step(step, 0, 100.0), plan="other") for step in range(1, 20)]
     assert usual([*before, *(_step(step, 0, 1.0) for step in range(20, 26))], 1, "abc").seconds == 1.0
     assert usual(before, 1, "abc").steps == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ def inner(text):
 
 
 @pytest.fixture
-def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
+def trace(tmp_path, monkeypatch):
     """Return the traceback of the module's `outer` with a text, called by distflow's own code."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "users_module.py").write_text(MODULE)
@@ -47,7 +46,7 @@ def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     sys.modules.pop("users_module", None)
 
 
-def test_only_the_users_frames_and_the_last_one_stay(trace) -> None:
+def test_only_the_users_frames_and_the_last_one_stay(trace):
     whole = trace("{}")
     text, left_out = users_part(whole)
     assert "decorators.py" in whole
@@ -59,7 +58,7 @@ def test_only_the_users_frames_and_the_last_one_stay(trace) -> None:
     assert users_line(whole).endswith("users_module.py, line 8, in inner:  return json.loads(text)[\"a\"]")
 
 
-def test_the_frame_of_a_library_that_raised_stays(trace) -> None:
+def test_the_frame_of_a_library_that_raised_stays(trace):
     text, _ = users_part(trace("{"))
     frames = [line for line in text.splitlines() if line.startswith('  File "')]
     assert frames[-1].endswith(", in raw_decode")
@@ -67,7 +66,7 @@ def test_the_frame_of_a_library_that_raised_stays(trace) -> None:
     assert ", in inner:  " in users_line(text)
 
 
-def test_torchrun_gets_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_gets_the_cause(tmp_path, monkeypatch):
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
     file = tmp_path / "error.json"

@@ -21,7 +21,7 @@ from distflow.telemetry.watch import RunView, page
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "launch.json").write_text('{"search": [], "torchrun": ""}')
     (tmp_path / "run.yaml").write_text("steps: 40\n")
     write_steps(tmp_path, range(1, 11))
@@ -47,7 +47,7 @@ def text_of(view: RunView, columns: int = 80) -> str:
     return console.export_text()
 
 
-def test_the_page_says_where_the_run_is_and_what_ranks_do(folder) -> None:
+def test_the_page_says_where_the_run_is_and_what_ranks_do(folder):
     failure = {"time": time.time(), "rank": 1, "step": 3, "event": "failure", "what": "it was ended by SIGKILL\nby you"}
     (folder / "events.jsonl").write_text(json.dumps(failure) + "\n" + json.dumps({**failure, "event": "other"}) + "\n")
     view = RunView(folder)
@@ -66,7 +66,7 @@ def test_the_page_says_where_the_run_is_and_what_ranks_do(folder) -> None:
     assert rest[-1].endswith("failure: it was ended by SIGKILL")
 
 
-def test_a_rank_without_an_activity_is_idle_until_the_run_ends(folder) -> None:
+def test_a_rank_without_an_activity_is_idle_until_the_run_ends(folder):
     """As a rollout of a resumed run, before it has its first prompt."""
     file = folder / "timeline" / "rank0.jsonl"
     file.write_text(json.dumps({**json.loads(file.read_text().splitlines()[-1]), "now": None}) + "\n")
@@ -80,7 +80,7 @@ def test_a_rank_without_an_activity_is_idle_until_the_run_ends(folder) -> None:
     assert "left 60.0 s" in said
 
 
-def test_new_steps_are_read_and_a_resumed_run_is_read_again(folder) -> None:
+def test_new_steps_are_read_and_a_resumed_run_is_read_again(folder):
     view = RunView(folder)
     view.look()
     write_steps(folder, range(11, 13))
@@ -94,14 +94,14 @@ def test_new_steps_are_read_and_a_resumed_run_is_read_again(folder) -> None:
     assert view.step == 5
 
 
-def test_another_folder_is_refused(tmp_path, capsys) -> None:
+def test_another_folder_is_refused(tmp_path, capsys):
     with pytest.raises(InvalidInput, match="has no launch.json"):
         RunView(tmp_path)
     assert main(["watch", str(tmp_path)]) == 2
     assert "distflow watch runs/grpo-1" in capsys.readouterr().err
 
 
-def test_a_run_is_watched_on_a_terminal_until_it_ends(launch, workspace) -> None:
+def test_a_run_is_watched_on_a_terminal_until_it_ends(launch, workspace):
     """The run has ended when the terminal shows it: the page comes once, and the command with it."""
     launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "seen")
     child, terminal = pty.fork()

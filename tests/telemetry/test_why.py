@@ -24,7 +24,7 @@ def span(rank: int, name: str, phase: str, start: float, end: float, role: str =
     return Span(rank, "one", role, 0, "", name, step, start, end - start, {"phase": phase, "node": ""})
 
 
-def test_a_path_leads_to_the_rank_that_others_wait_for() -> None:
+def test_a_path_leads_to_the_rank_that_others_wait_for():
     """Rank 1 samples longer; rank 0 trains longer."""
     spans = [span(0, "a", "generating", 0, 2), span(0, "wait", "waiting", 2, 5.5), span(0, "b", "training", 5.5, 9),
              span(0, "ending the run", "ending", 9, 99),
@@ -35,7 +35,7 @@ def test_a_path_leads_to_the_rank_that_others_wait_for() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_path_is_as_long_as_its_step(seed) -> None:
+def test_every_path_is_as_long_as_its_step(seed):
     draw, spans = random.Random(seed), []
     for rank in range(4):
         now = 0.0
@@ -56,7 +56,7 @@ def run_folder(folder: Path, rewards: list[float]) -> Path:
     return folder
 
 
-def test_what_changed_with_a_reward_is_named(tmp_path) -> None:
+def test_what_changed_with_a_reward_is_named(tmp_path):
     folder = run_folder(tmp_path, [0.8 + 0.01 * (step % 4) for step in range(30)] + [0.2] * 20)
     (folder / "summary.json").write_text("{}")
     (folder / "events.jsonl").write_text(json.dumps(
@@ -74,7 +74,7 @@ def test_what_changed_with_a_reward_is_named(tmp_path) -> None:
     assert said[0] == "Step 9 took 2.00 s; the median is 1.00 s."
 
 
-def test_a_fall_is_told_by_part_source_and_prompt(tmp_path) -> None:
+def test_a_fall_is_told_by_part_source_and_prompt(tmp_path):
     """Code falls at step 31 and mathematics does not."""
     folder = run_folder(tmp_path, [0.8 + 0.01 * (step % 4) for step in range(30)] + [0.4] * 20)
     (folder / "summary.json").write_text("{}")
@@ -97,7 +97,7 @@ def test_a_fall_is_told_by_part_source_and_prompt(tmp_path) -> None:
     assert all(line.startswith('  prompt "mbpp ') and "0.800 → 0.100 (10 samples before" in line for line in prompts)
 
 
-def test_the_last_row_is_named_with_its_tools(tmp_path) -> None:
+def test_the_last_row_is_named_with_its_tools(tmp_path):
     folder = run_folder(tmp_path, [0.5] * 9)
     (folder / "summary.json").write_text("{}")
     (folder / "samples.jsonl").write_text(json.dumps({"step": 9, "row": 6, "questions": "What is in the shop?"}) + "\n")
@@ -122,7 +122,7 @@ def test_the_last_row_is_named_with_its_tools(tmp_path) -> None:
         '    the model had said: "look 2"', '  its prompt: "What is in the shop?"']
 
 
-def test_ranks_that_all_wait_for_long_are_named(tmp_path: Path) -> None:
+def test_ranks_that_all_wait_for_long_are_named(tmp_path):
     """Each waits for what no rank computes; usually it comes in 20 ms."""
     folder = tmp_path / "timeline"
     folder.mkdir()
@@ -138,7 +138,7 @@ def test_ranks_that_all_wait_for_long_are_named(tmp_path: Path) -> None:
     assert len(said) == 4
 
 
-def test_mistakes_are_told(tmp_path, capsys) -> None:
+def test_mistakes_are_told(tmp_path, capsys):
     assert main(["why", str(tmp_path)]) == 2
     assert "distflow why runs/grpo-1" in capsys.readouterr().err
     run_folder(tmp_path, [0.5] * 3)
@@ -146,7 +146,7 @@ def test_mistakes_are_told(tmp_path, capsys) -> None:
     assert "the run has steps 1 to 3" in capsys.readouterr().err
 
 
-def test_a_run_that_was_killed_is_told_from_one_that_has_ended(launch, workspace, capsys) -> None:
+def test_a_run_that_was_killed_is_told_from_one_that_has_ended(launch, workspace, capsys):
     launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "whole")
     assert main(["why", str(workspace / "runs/whole")]) == 0
     said = capsys.readouterr().out
@@ -161,7 +161,7 @@ def test_a_run_that_was_killed_is_told_from_one_that_has_ended(launch, workspace
     assert "distflow resume" in said
 
 
-def test_a_run_that_was_told_to_end_has_no_failure_as_its_cause(tmp_path: Path) -> None:
+def test_a_run_that_was_told_to_end_has_no_failure_as_its_cause(tmp_path):
     """Failures that it has survived are not what ended it; one after its resumption is."""
     failure = {"event": "failure", "rank": 1, "time": 0, "group": "rollout 0", "failed_step": 3, "phase": "generating",
                "what": "it was ended by SIGKILL", "verdict": "starts again"}
@@ -177,7 +177,7 @@ def test_a_run_that_was_told_to_end_has_no_failure_as_its_cause(tmp_path: Path) 
     assert "it was ended by SIGKILL" in said
 
 
-def test_only_a_complete_checkpoint_is_one_to_go_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_complete_checkpoint_is_one_to_go_on_from(tmp_path, capsys):
     """A run may die while it writes its first one."""
     folder = run_folder(tmp_path, [])
     written = folder / "checkpoints/step-00000004.0.partial"
@@ -190,7 +190,7 @@ def test_only_a_complete_checkpoint_is_one_to_go_on_from(tmp_path: Path, capsys:
     assert f"Go on from the newest checkpoint:  distflow resume {folder}" in capsys.readouterr().out
 
 
-def test_the_rank_that_others_wait_for_is_named_while_they_wait(workspace, begin, capsys) -> None:
+def test_the_rank_that_others_wait_for_is_named_while_they_wait(workspace, begin, capsys):
     """A worker is stopped, as a debugger or a machine in trouble would do."""
     run = begin(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "stuck", "steps=1000")
     folder = workspace / "runs/stuck"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,19 +14,19 @@ __all__ = ["forged"]
 
 
 @pytest.fixture
-def token() -> bytes:
+def token():
     return secrets.token_bytes(32)
 
 
 @pytest.fixture
-def store() -> Any:
+def store():
     from stores import hosted
 
     return hosted()
 
 
 @pytest.fixture
-def events(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+def events(tmp_path):
     """`events(kind)`: those that the processes of this test have recorded."""
     path = tmp_path / "events.jsonl"
 
@@ -41,7 +39,7 @@ def events(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
 
 
 @pytest.fixture
-def mover(store: Any, token: bytes, events: Any) -> Iterator[Callable[..., Mover]]:
+def mover(store, token, events):
     """`mover("puller", who="a", …)`: a process of its own, gone at the end; a publisher is alone unless it is told."""
     made: list[Mover] = []
 

@@ -1,7 +1,5 @@
 """A tiny model, a mesh of this process alone, and the events that a test records."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

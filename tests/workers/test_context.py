@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ def tokens_agreed(before: Path, folders: list[Path], knows: list[int]) -> int:
 
 
 @pytest.fixture
-def written(workspace, monkeypatch) -> Callable[..., Path]:
+def written(workspace, monkeypatch):
     """`written(name, tokens)`: a run's folder with the settings in force."""
     monkeypatch.chdir(workspace)
 

@@ -1,7 +1,5 @@
 """Elastic machines must not divide a model that samples, and leave their ranks to others when all have ended."""
 
-from __future__ import annotations
-
 import pytest
 
 from distflow.config.load import load

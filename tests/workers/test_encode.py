@@ -175,7 +175,7 @@ def test_a_picture_that_would_fill_the_memory_is_passed_over(tokenizer, monkeypa
 
 
 @pytest.mark.parametrize("group", [0, 1])
-def test_targets_that_no_task_reads_are_not_rendered(group: int) -> None:
+def test_targets_that_no_task_reads_are_not_rendered(group):
     plan = make_plan(load("grpo", None, ["mode=async"]), 2).groups[group].plan
     tokenizer, record = build_tokenizer(["one? two"]), {"question": "one?", "answer": "two"}
     columns = encoder(tokenizer, Data(train="x"), plan=plan, sampled_elsewhere=True)([record])

@@ -1,7 +1,5 @@
 """The role whose chat template makes the prompts, and the random streams of sampling nodes."""
 
-from __future__ import annotations
-
 from harness import ROOT, metrics_of
 
 from distflow.config.load import load

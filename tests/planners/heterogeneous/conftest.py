@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from benchmarks.qwen3 import folder
@@ -13,7 +10,7 @@ from distflow.config.spec import Spec
 
 
 @pytest.fixture
-def mixed_spec(tmp_path: Path) -> Callable[..., Spec]:
+def mixed_spec(tmp_path):
     """`mixed_spec(dag, cluster, *overrides, size="4B")`: 64 prompts of up to 512 + 512 tokens."""
     def make(dag: str = "grpo", cluster: str = "h200_a100", *overrides: str, size: str = "4B") -> Spec:
         own = [f"roles.actor.model={folder(size, tmp_path)}", "data.batch=64", "data.max_prompt_tokens=512",

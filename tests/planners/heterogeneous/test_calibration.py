@@ -67,7 +67,7 @@ def run(rows: int, shares: tuple[int, ...] = (), groups: tuple[DeviceGroup, ...]
     return measured_run(problem(rows, groups), layouts, taken, seconds + rest)
 
 
-def test_two_batch_sizes_show_both_coefficients() -> None:
+def test_two_batch_sizes_show_both_coefficients():
     found = calibrated(problem(), [run(64), run(8)])
     for task in found.tasks:
         assert (task.measured.times, task.measured.launch) == pytest.approx(TRUTH[task.name], rel=0.01)
@@ -77,7 +77,7 @@ def test_two_batch_sizes_show_both_coefficients() -> None:
         assert layout.seconds == pytest.approx(measured, rel=0.01)
 
 
-def test_one_batch_size_shows_what_it_takes_itself() -> None:
+def test_one_batch_size_shows_what_it_takes_itself():
     one = run(64)
     found = calibrated(problem(), [one])
     assert all(task.measured.launch == 0 for task in found.tasks)
@@ -85,7 +85,7 @@ def test_one_batch_size_shows_what_it_takes_itself() -> None:
     assert [layout.seconds for layout in predicted.layouts] == pytest.approx(one.durations, rel=0.01)
 
 
-def test_a_slow_device_shows_its_pace_where_ranks_do_not_wait() -> None:
+def test_a_slow_device_shows_its_pace_where_ranks_do_not_wait():
     groups = (FAST, SLOW)
     runs = [run(64, (32, 32), groups), run(8, (4, 4), groups)]
     found = calibrated(problem(64, groups), runs)
@@ -96,7 +96,7 @@ def test_a_slow_device_shows_its_pace_where_ranks_do_not_wait() -> None:
         assert layout.seconds == pytest.approx(measured, rel=0.05)
 
 
-def test_lengths_are_those_of_the_run_and_those_of_responses_shares_of_the_longest() -> None:
+def test_lengths_are_those_of_the_run_and_those_of_responses_shares_of_the_longest():
     found = calibrated(problem(), [run(64)]).tasks[0]
     assert (found.seen, found.read, found.answer, found.longest) == (20, 5, 12, 15)
     longer = with_run_lengths(replace(TASKS[0], response=60), TASKS[0], run(64).shares[0])
@@ -104,17 +104,17 @@ def test_lengths_are_those_of_the_run_and_those_of_responses_shares_of_the_longe
     assert found.tokens == 70
 
 
-def test_memory_is_for_rows_at_their_longest() -> None:
+def test_memory_is_for_rows_at_their_longest():
     before, after = (CostedProblem(each).costs.tasks[0] for each in (problem(), calibrated(problem(), [run(64)])))
     assert after.cache(1) == before.cache(1)
 
 
-def test_what_no_work_takes_is_left_over() -> None:
+def test_what_no_work_takes_is_left_over():
     one = run(64, rest=0.5)
     assert one.rest(CostedProblem(calibrated(problem(), [one]))) == pytest.approx(0.5, abs=0.01)
 
 
-def test_what_a_rank_waits_within_a_task_is_no_work() -> None:
+def test_what_a_rank_waits_within_a_task_is_no_work():
     """The slow rank begins the update 0.75 s later, for which the fast one waits in it; a task on another rank than the
     one before takes what it has taken all the same."""
     groups = (FAST, SLOW)
@@ -130,7 +130,7 @@ def test_what_a_rank_waits_within_a_task_is_no_work() -> None:
     assert measured_run(problem(64, groups), layouts, taken, 2.0).durations == pytest.approx((0.2, 0.25, 1.95 - 0.25))
 
 
-def test_works_that_share_ranks_take_turns() -> None:
+def test_works_that_share_ranks_take_turns():
     layouts = {"rollout": Layout(1, first=0), "reference": Layout(1, first=1), "update": Layout(2)}
     taken = {(task.name, rank): NodeTiming(1.0, 8, 8, 8, 8, 1) for task in TASKS for rank in range(2)}
     two = replace(FAST, each=2)
@@ -143,7 +143,7 @@ def test_works_that_share_ranks_take_turns() -> None:
     assert apart.subsets == ((1,), (1,))
 
 
-def test_further_draws_are_seconds_of_the_batch() -> None:
+def test_further_draws_are_seconds_of_the_batch():
     """Twice as many rows were sampled as a batch has: so it will be with another placement."""
     layouts = {task.name: Layout(1) for task in TASKS}
     taken = {(task.name, 0): NodeTiming(6.0, 128, 2560, 640, 1536, 15) for task in TASKS}
@@ -155,7 +155,7 @@ def test_further_draws_are_seconds_of_the_batch() -> None:
     assert one.problem.tasks[0].seen == 20
 
 
-def test_what_showed_no_tokens_has_them_at_their_longest() -> None:
+def test_what_showed_no_tokens_has_them_at_their_longest():
     layouts = {task.name: Layout(1) for task in TASKS}
     taken = {(task.name, 0): NodeTiming(6.0, 64) for task in TASKS}
     one = measured_run(problem(64), layouts, taken, 18.0)
@@ -172,20 +172,20 @@ def _as_if(one: MeasuredRun, seconds: float) -> MeasuredRun:
                    durations=(seconds,) * len(one.shares))
 
 
-def test_a_type_that_has_sampled_nothing_has_the_pace_of_the_first() -> None:
+def test_a_type_that_has_sampled_nothing_has_the_pace_of_the_first():
     groups = (FAST, SLOW)
     one = run(64, (64, 0), groups)
     found = calibrated(problem(64, groups), [_as_if(one, seconds) for seconds in (1.0, 1.0, 3.0)])
     assert [group.slowdown for group in found.hardware.device_groups] == [1.0, 1.0]
 
 
-def test_rows_are_never_free() -> None:
+def test_rows_are_never_free():
     found = calibrated(problem(), [_as_if(run(rows), 1.0) for rows in (64, 8)])
     assert all(task.measured.times > 0 for task in found.tasks)
     assert all(task.measured.launch > 0 for task in found.tasks)
 
 
-def test_what_took_no_time_shows_nothing() -> None:
+def test_what_took_no_time_shows_nothing():
     found = calibrated(problem(), [_as_if(run(64), 0.0)])
     assert all((task.measured.times, task.measured.launch) == (1.0, 0.0) for task in found.tasks)
 
@@ -201,13 +201,13 @@ def sharded(gb_s: float, times: float, launch: float) -> tuple[Problem, Measured
 
 
 @pytest.mark.parametrize("gb_s", [10, 3])
-def test_devices_that_gather_while_they_compute_show_what_they_compute(gb_s: float) -> None:
+def test_devices_that_gather_while_they_compute_show_what_they_compute(gb_s):
     plain, one = sharded(gb_s, 3.0, 0.0)
     assert calibrated(plain, [one]).tasks[0].measured.times == pytest.approx(3.0, rel=0.01)
 
 
 @pytest.mark.parametrize("gb_s", [0.3, 0.001])
-def test_computation_that_gathering_hides_shows_nothing(gb_s: float) -> None:
+def test_computation_that_gathering_hides_shows_nothing(gb_s):
     """The optimizer alone is seen to take its time."""
     plain, one = sharded(gb_s, 3.0, 1e-4)
     assert calibrated(plain, [one]).tasks[0].measured[:2] == (1.0, 0.0)

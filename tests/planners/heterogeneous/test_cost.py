@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -78,19 +77,19 @@ FORMULAS = {  # changes of `WORK`, its strategy and devices, and its seconds
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_cost_model_has_the_seconds_that_are_worked_out_by_hand(name: str) -> None:
+def test_cost_model_has_the_seconds_that_are_worked_out_by_hand(name):
     changes, strategy, kinds, expected = FORMULAS[name]
     assert seconds(replace(WORK, **changes), strategy, *kinds) == pytest.approx(expected)
 
 
-def test_attention_has_a_rate_of_its_own() -> None:
+def test_attention_has_a_rate_of_its_own():
     attends = forward(8) - forward(8, replace(WORK, queries=0))
     halved = costs(WORK, (replace(FAST, attention=0.5), SLOW)).layout(0, Strategy(1), ONE).seconds
     assert halved == pytest.approx(forward(8) + attends)
 
 
 @pytest.mark.parametrize(("kind", "times"), [(INFER, 2 * 200), (TRAIN, 6 * 200), (GENERATE, 4 * 150)])
-def test_attention_is_as_wide_as_the_queries(kind: str, times: int) -> None:
+def test_attention_is_as_wide_as_the_queries(kind, times):
     """Heads × head size, whatever the hidden size: as much for each of 10 layers. Training counts three times, and a
     token that is sampled in full, of a context of 150 on the mean."""
     narrow, broad = (costs(replace(WORK, kind=kind, queries=queries,
@@ -99,7 +98,7 @@ def test_attention_is_as_wide_as_the_queries(kind: str, times: int) -> None:
     assert broad - narrow == pytest.approx(8 * 100 * 10 * (10**6 - 1000) * times / 100e12)
 
 
-def test_each_sampled_token_passes_through_all_layers() -> None:
+def test_each_sampled_token_passes_through_all_layers():
     """100 of them, after reading the prompts."""
     task = replace(WORK, kind=GENERATE)
     plain, late = (seconds(each, Strategy(1, micro=8), *ONE) for each in (
@@ -109,13 +108,13 @@ def test_each_sampled_token_passes_through_all_layers() -> None:
 
 @pytest.mark.parametrize(("task", "starts"), [
     (replace(WORK, rows=3), 3), (replace(WORK, rows=3, measured=Measured(launch=0.0)), 0)], ids=["", "measured"])
-def test_a_device_s_passes_start_late_and_compute_for_more_tokens(task: ModelTask, starts: int) -> None:
+def test_a_device_s_passes_start_late_and_compute_for_more_tokens(task, starts):
     device = replace(FAST, launch=1e-3, overhead=50.0)
     found = costs(task, (device,)).layout(0, Strategy(1, micro=1), ONE).seconds
     assert found == pytest.approx(forward(3) * (200 + 50) / 200 + starts * 10 * 1e-3)
 
 
-def test_decoding_multiplies_by_the_weights_and_then_attends_to_the_caches() -> None:
+def test_decoding_multiplies_by_the_weights_and_then_attends_to_the_caches():
     task = replace(WORK, kind=GENERATE, rows=1000, kv=4000)
     plain, cached = (costs(each).tasks[0].decode(0, FAST, 1, 1000) for each in (replace(task, kv=0), task))
     context = 150
@@ -123,7 +122,7 @@ def test_decoding_multiplies_by_the_weights_and_then_attends_to_the_caches() -> 
     assert cached == pytest.approx(1000 * 2 * 1e8 / 100e12 + 1000 * 4000 * context / 2e12), "memory binds the caches"
 
 
-def test_fsdp_gathers_weights_in_each_pass_and_scatters_gradients_once() -> None:
+def test_fsdp_gathers_weights_in_each_pass_and_scatters_gradients_once():
     """Two shares of four rows, one row a micro-batch, gather 2 bytes of 10⁹ parameters forward and backward, half of
     them over the link, and scatter 4 once; each keeps half of the 16 bytes of a parameter. In memory of 2 TB/s, a
     gather casts the half that a share has (4 bytes read, 2 written) and copies all out of a buffer (2 and 2); gradients
@@ -162,7 +161,7 @@ def of_kinds(planned: dict[str, int], *kinds: str) -> float:
 
 
 @pytest.mark.parametrize(("engine", "gib"), [("fsdp", 11.0), ("megatron", 47.2)])
-def test_both_plans_count_the_same_state(mixed_spec: Callable, engine: str, gib: float) -> None:
+def test_both_plans_count_the_same_state(mixed_spec, engine, gib):
     """8B: `distflow plan` without a solver, and the solvers' cost model."""
     spec = mixed_spec("grpo", "h200", "roles.actor.dtype=bfloat16", "data.batch=512", size="8B")
     spec.run.roles["actor"] = spec.run.roles["actor"].model_copy(update={"engine": engine})
@@ -174,8 +173,7 @@ def test_both_plans_count_the_same_state(mixed_spec: Callable, engine: str, gib:
 @pytest.mark.parametrize(("model", "frozen"), [
     ([], 10**9), (["roles.actor.model={architecture: qwen3, layers: 4, hidden: 256, heads: 4, kv_heads: 2}"], 10**6)],
     ids=["large", "gathered whole"])
-def test_both_plans_count_frozen_parameters_and_a_reference_that_follows(
-        mixed_spec: Callable, model: list[str], frozen: int) -> None:
+def test_both_plans_count_frozen_parameters_and_a_reference_that_follows(mixed_spec, model, frozen):
     """Their weights are in float32, in bfloat16 too, and have no gradients."""
     spec = mixed_spec("grpo", "h200", "roles.actor.dtype=bfloat16", "data.batch=512",
                       "roles.reference.follow={every: 2, mix: 0.5}", *model)
@@ -189,8 +187,7 @@ def test_both_plans_count_frozen_parameters_and_a_reference_that_follows(
 
 @pytest.mark.parametrize(("dag", "rollout", "dtype"), [
     ("grpo", "hf", "bfloat16"), ("grpo", "vllm", "bfloat16"), ("sft", "hf", "float32")])
-def test_both_plans_count_a_frozen_model_with_adapters(mixed_spec: Callable, dag: str, rollout: str,
-                                                       dtype: str) -> None:
+def test_both_plans_count_a_frozen_model_with_adapters(mixed_spec, dag, rollout, dtype):
     """It is whole on each rank that also samples with it by transformers, else divided."""
     learns = () if dag == "grpo" else ("data.train=arithmetic/demonstrations.jsonl",)
     spec = mixed_spec(dag, "h200", f"roles.actor.dtype={dtype}", "data.batch=512", "roles.actor.lora={rank: 16}",
@@ -203,7 +200,7 @@ def test_both_plans_count_a_frozen_model_with_adapters(mixed_spec: Callable, dag
     assert [sync.nbytes for sync in problem.syncs] == [2 * 40_000_000] * (dag == "grpo")
 
 
-def test_a_model_with_adapters_needs_no_more_than_its_weights() -> None:
+def test_a_model_with_adapters_needs_no_more_than_its_weights():
     """Of a device that has them, the bound is not infinite."""
     task = replace(WORK, kind=TRAIN, engine="fsdp", frozen=WORK.parameters, adapters=10**7)
     full = costs(task).tasks[0].room(FAST)
@@ -212,7 +209,7 @@ def test_a_model_with_adapters_needs_no_more_than_its_weights() -> None:
     assert costs(replace(task, frozen=0, adapters=0)).tasks[0].ideal([(just, 1)]) == float("inf")
 
 
-def test_adapters_alone_are_sent_and_stepped_and_the_model_gets_no_gradients() -> None:
+def test_adapters_alone_are_sent_and_stepped_and_the_model_gets_no_gradients():
     """Two of three passes are left; the optimizer reads and writes 16 bytes of each of 10⁷ parameters. A model that is
     whole on each share is not gathered."""
     task, two = replace(WORK, kind=TRAIN, engine="fsdp"), (Replicas((0,), 1), Replicas((0,), 1))
@@ -227,7 +224,7 @@ def test_adapters_alone_are_sent_and_stepped_and_the_model_gets_no_gradients() -
     assert gathered < 8 * 10**7 * (2 * 2 + 4) / 1e9  # where a model's gathers take 8 s
 
 
-def test_logits_are_of_responses_alone() -> None:
+def test_logits_are_of_responses_alone():
     """50,000 × 1,000 of the parameters are the head's: 80 of 100 prompt and 20 response tokens of 8 rows need 2 FLOP
     less for each, and 20 have logits of 16 bytes, in training 34. Recomputed layers are without the head, and logits
     may be made again.
@@ -249,7 +246,7 @@ def test_logits_are_of_responses_alone() -> None:
         assert model.ideal(0, (1, 0)) <= seconds(changed, Strategy(1), one)
 
 
-def test_a_prompt_that_is_read_has_logits_of_its_last_token() -> None:
+def test_a_prompt_that_is_read_has_logits_of_its_last_token():
     """Of 8 rows of 100 tokens, 8 have logits of 28 bytes; then each of 100 tokens of a response has."""
     task, one, head = replace(WORK, kind=GENERATE, outputs=50_000), Replicas((0,), 1), 50_000 * 1000
     without = replace(task, outputs=0)
@@ -259,7 +256,7 @@ def test_a_prompt_that_is_read_has_logits_of_its_last_token() -> None:
     assert drawn + 10 * (read[1] - read[0]) == pytest.approx(100 * 8 * 28 * 50_000 / 2e12)
 
 
-def test_embeddings_are_looked_up() -> None:
+def test_embeddings_are_looked_up():
     """They are not multiplied by, nor read for a token: 2 FLOP and 2 bytes less for each of 10⁸ parameters."""
     one, looked_up = Replicas((0,), 1), {"looked_up": 10**8}
     assert seconds(WORK, Strategy(1), one) - seconds(replace(WORK, **looked_up), Strategy(1), one) == pytest.approx(
@@ -273,7 +270,7 @@ def test_embeddings_are_looked_up() -> None:
     assert costs(replace(WORK, **looked_up)).tasks[0].state(Strategy(1)) == costs(WORK).tasks[0].state(Strategy(1))
 
 
-def test_frozen_parameters_have_no_gradients_to_compute() -> None:
+def test_frozen_parameters_have_no_gradients_to_compute():
     """Their gradient is a third of training's arithmetic."""
     task, one = replace(WORK, kind=TRAIN), (Replicas((0,), 1),)
     frozen = replace(task, frozen=task.parameters // 4)
@@ -283,14 +280,14 @@ def test_frozen_parameters_have_no_gradients_to_compute() -> None:
     assert saved == pytest.approx(product / 4)
 
 
-def test_generation_reads_weights_and_cache_for_each_token() -> None:
+def test_generation_reads_weights_and_cache_for_each_token():
     task = replace(WORK, kind=GENERATE, rows=4)
     decode = 100 * (2e9 + 4 * 10 * 500 * 150) / 2e12
     prefill = 4 * 100 * (2e9 + 2 * 10 * 100 * 1000) / 100e12
     assert seconds(task, Strategy(1), Replicas((0,), 1)) == pytest.approx(decode + prefill, rel=1e-3)
 
 
-def test_rows_that_find_no_place_in_the_cache_wait() -> None:
+def test_rows_that_find_no_place_in_the_cache_wait():
     """A row takes 10 layers × 200 tokens × 5 MB = 10 GB, so 7 rows fit beside the weights."""
     task = replace(WORK, kind=GENERATE, kv=5 * 10**6, rows=7)
     model = costs(task)
@@ -299,20 +296,20 @@ def test_rows_that_find_no_place_in_the_cache_wait() -> None:
     assert two == pytest.approx(2 * one)
 
 
-def test_what_does_not_fit_has_no_layout() -> None:
+def test_what_does_not_fit_has_no_layout():
     task = replace(WORK, kind=TRAIN, parameters=5 * 10**9)
     assert costs(task).layout(0, Strategy(1), ONE) is None
     assert costs(task).layout(0, Strategy(1, pp=2), (Replicas((0, 0), 1),)) is not None
 
 
-def test_swapping_takes_the_way_to_host_memory_and_back() -> None:
+def test_swapping_takes_the_way_to_host_memory_and_back():
     for kind, nbytes in ((TRAIN, 2 * 18e9), (INFER, 2e9), (GENERATE, 0)):
         layout = costs(replace(WORK, kind=kind)).layout(0, Strategy(1), ONE)
         assert layout.swap == pytest.approx(nbytes / 25e9)
         assert layout.takes(True) == layout.seconds + layout.swap
 
 
-def test_experts_are_read_and_held_in_parts() -> None:
+def test_experts_are_read_and_held_in_parts():
     task = replace(WORK, experts=8, expert_parameters=8 * 10**8, experts_per_token=2, active=4 * 10**8)
     model = costs(task)
     whole, parts = (model.tasks[0].state(Strategy(4, ep=ep)) for ep in (1, 4))
@@ -321,7 +318,7 @@ def test_experts_are_read_and_held_in_parts() -> None:
         4 / 4 * forward(2, replace(task, parameters=task.active))
 
 
-def test_megatron_divides_experts_by_ep_and_not_by_tp() -> None:
+def test_megatron_divides_experts_by_ep_and_not_by_tp():
     task = replace(WORK, kind=TRAIN, experts=8, expert_parameters=8 * 10**8, experts_per_token=2)
     state = costs(task).tasks[0].state(Strategy(2, tp=4, ep=8))
     assert 10 * state == pytest.approx(2 * 10**8 / 4 * (6 + 12 / 2) + 8 * 10**8 / 8 * (6 + 12))
@@ -329,7 +326,7 @@ def test_megatron_divides_experts_by_ep_and_not_by_tp() -> None:
     assert 10 * sharded == pytest.approx(10**9 / 4 * 16 / 2)
 
 
-def test_experts_are_divided_over_the_devices_of_a_stage() -> None:
+def test_experts_are_divided_over_the_devices_of_a_stage():
     task = replace(WORK, experts=8, expert_parameters=8 * 10**8, experts_per_token=2)
     assert {strategy.ep for strategy in strategies(task, 2, 4, 1)} == {1, 2, 4, 8}
     assert {strategy.ep for strategy in strategies(task, 1, 4, 1)} == {1, 2, 4}
@@ -337,21 +334,21 @@ def test_experts_are_divided_over_the_devices_of_a_stage() -> None:
 
 
 @pytest.mark.parametrize("kind", [GENERATE, INFER, TRAIN])
-def test_nothing_undercuts_the_ideal(kind: str) -> None:
+def test_nothing_undercuts_the_ideal(kind):
     model = costs(replace(WORK, kind=kind, rows=64))
     ideal = model.tasks[0].ideal([(FAST, 2), (SLOW, 2)])
     layouts = [model.layout(0, Strategy(2, pp=2), arrangement) for arrangement in every((2, 2), 2)]
     assert min(layout.seconds for layout in layouts if layout) >= ideal * (1 - 1e-9)
 
 
-def test_all_arrangements_of_few_blocks() -> None:
+def test_all_arrangements_of_few_blocks():
     assert set(every((2, 1), 1)) == {(Replicas((0,), 2), Replicas((1,), 1))}
     assert len(list(every((2, 2), 2))) == 4  # 00 and 11, twice 01, 01 and 10, twice 10
     for arrangement in every((2, 2), 2):
         assert sum(kind.count * kind.stages.count(0) for kind in arrangement) == 2
 
 
-def test_many_blocks_are_dealt_by_share_or_by_stage() -> None:
+def test_many_blocks_are_dealt_by_share_or_by_stage():
     assert in_rows((5, 3), Strategy(4, pp=2), (0, 1), by_stage=False) == (
         Replicas((0, 0), 2), Replicas((0, 1), 1), Replicas((1, 1), 1))
     assert in_rows((4, 4), Strategy(4, pp=2), (1, 0), by_stage=True) == (Replicas((1, 0), 4),)
@@ -359,7 +356,7 @@ def test_many_blocks_are_dealt_by_share_or_by_stage() -> None:
         Replicas((0, 0, 0), 1), Replicas((0, 0, 1), 1))
 
 
-def test_a_share_without_a_row_is_no_layout() -> None:
+def test_a_share_without_a_row_is_no_layout():
     """The slow device takes longer for one row than the fast one for all eight."""
     crawling = replace(SLOW, peak=1e12)
     model = costs(groups=(FAST, crawling))
@@ -367,7 +364,7 @@ def test_a_share_without_a_row_is_no_layout() -> None:
     assert {strategy.dp for strategy in strategies(WORK, 12, 1, 1)} == {8}
 
 
-def test_micro_batches_of_all_sizes_are_tried() -> None:
+def test_micro_batches_of_all_sizes_are_tried():
     assert [strategy.micro for strategy in strategies(replace(WORK, rows=24, micro_tokens=2400), 2, 1, 1)] == \
         [12, 8, 4, 2, 1]
 
@@ -381,19 +378,19 @@ def at(*groups: int) -> frozenset[int]:
     return frozenset(groups)
 
 
-def test_rows_stay_where_they_are_and_leave_where_they_are_not_read() -> None:
+def test_rows_stay_where_they_are_and_leave_where_they_are_not_read():
     assert THREE.rows(at(0, 1), at(0, 1)) == NetworkLink(1e-6, 100e9)
     assert THREE.rows(at(0, 1), at(0)) == ABROAD
     assert THREE.rows(at(0), at(0, 2)) == FAR
 
 
-def test_all_parts_of_trained_weights_get_to_all_who_sample() -> None:
+def test_all_parts_of_trained_weights_get_to_all_who_sample():
     assert THREE.weights(at(0, 1), at(0, 1)) == ABROAD
     assert THREE.weights(at(0, 2), at(0)) == FAR
     assert THREE.weights(at(0), at(0)) == NetworkLink(1e-6, 100e9)
 
 
-def test_weights_of_one_engine_move_only_if_it_trains_elsewhere() -> None:
+def test_weights_of_one_engine_move_only_if_it_trains_elsewhere():
     tasks = (replace(WORK, name="old"), replace(WORK, name="update", kind=TRAIN))
     problem = Problem(Hardware((FAST, SLOW), ((FAR, ABROAD), (ABROAD, FAR))), tasks, syncs=(Edge(1, 0, 1e7),))
     objective = Objective(problem, Network(problem.hardware))
@@ -407,8 +404,7 @@ def test_weights_of_one_engine_move_only_if_it_trains_elsewhere() -> None:
     (((0, 1, 2), (3,)), 13.0, 13.0),  # it waits for nothing
     (((0,), (1,), (2, 3)), 8.0, 8.0),  # what samples does so ahead
     (((0, 1, 2, 3),), 15.0, 15.0)])
-def test_ranks_that_sample_and_train_are_in_step_with_others(grouping: tuple[tuple[int, ...], ...], apart: float,
-                                                             in_step: float) -> None:
+def test_ranks_that_sample_and_train_are_in_step_with_others(grouping, apart, in_step):
     """Nothing is sent here; the tasks take 3, 4, 6 and 2 seconds."""
     tasks = tuple(replace(WORK, name=kind + role, kind=kind, role=role) for kind, role in (
         (GENERATE, "actor"), (INFER, "reference"), (TRAIN, "actor"), (TRAIN, "critic")))

@@ -28,7 +28,7 @@ CLUSTER = {"name": "unlike", "links": {"zone": {"gb_s": 1, "latency_us": 10}},
 
 
 @pytest.fixture
-def spec_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def spec_of(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
     return lambda *more: load("grpo", None, [*SIZES, *more], "cluster.yaml")

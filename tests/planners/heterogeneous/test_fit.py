@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 import yaml
@@ -21,7 +20,7 @@ SIZES = [f"roles.actor.model={MODEL}", "roles.actor.dtype=bfloat16", "data.batch
 
 
 @pytest.fixture
-def spec_with(tmp_path: Path):
+def spec_with(tmp_path):
     def make(memory_gib: float, *more: str, devices: int = 8) -> Spec:
         said = {"name": "mine", "devices": {"big": {"tflops": {"bfloat16": 900}, "memory_gib": memory_gib,
                                                     "memory_gb_s": 4000}},

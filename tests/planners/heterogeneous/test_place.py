@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import yaml
@@ -17,7 +15,7 @@ from planners.heterogeneous.workload import problem_of
 
 
 @pytest.fixture
-def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def plan(tmp_path, capsys):
     """`plan(*arguments, dag="grpo", cluster="h200_a100")`: exit code, output and errors of `distflow plan`."""
     def run(*arguments: str, dag: str = "grpo", cluster: str = "h200_a100",
             size: str = "4B") -> tuple[int, str, str]:
@@ -30,8 +28,7 @@ def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tu
     return run
 
 
-def test_a_placement_is_explained_and_written_as_a_run_file(plan: Callable, tmp_path: Path,
-                                                            capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_placement_is_explained_and_written_as_a_run_file(plan, tmp_path, capsys):
     out = tmp_path / "placed.yaml"
     code, printed, _ = plan("--place", "--within", "0.9", "--out", str(out), "--explain")
     assert code == 0
@@ -48,7 +45,7 @@ def test_a_placement_is_explained_and_written_as_a_run_file(plan: Callable, tmp_
         assert len(layout["rows"]) * layout["tp"] * layout["pp"] == said["ranks"]
 
 
-def test_a_described_cluster_says_how_many_ranks_there_are(plan: Callable) -> None:
+def test_a_described_cluster_says_how_many_ranks_there_are(plan):
     code, printed, _ = plan()
     assert code == 0
     assert printed.startswith("grpo on 64 ranks, mode sync")
@@ -65,7 +62,7 @@ machines: {small: {device: l4, devices: %d, inside: {gb_s: 32}}}
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> Callable[[int], str]:
+def tiny(tmp_path):
     def make(devices: int) -> str:
         path = tmp_path / f"tiny{devices}.yaml"
         path.write_text(TINY % devices)
@@ -74,7 +71,7 @@ def tiny(tmp_path: Path) -> Callable[[int], str]:
     return make
 
 
-def test_the_program_says_what_it_proves_and_what_it_does_not(plan: Callable, tiny: Callable) -> None:
+def test_the_program_says_what_it_proves_and_what_it_does_not(plan, tiny):
     """Its proof is of the layouts considered; no plan at all undercuts the other bound."""
     code, printed, _ = plan("--place", "--solver", "ilp", cluster=tiny(8))
     assert code == 0
@@ -91,8 +88,7 @@ def embedded(capsys: pytest.CaptureFixture[str], cluster: str, *more: str) -> st
     return capsys.readouterr().out
 
 
-def test_a_toy_on_a_data_centre_is_called_one_and_takes_no_time_that_is_zero(
-        capsys: pytest.CaptureFixture[str], tiny: Callable, tmp_path: Path) -> None:
+def test_a_toy_on_a_data_centre_is_called_one_and_takes_no_time_that_is_zero(capsys, tiny, tmp_path):
     said = embedded(capsys, tiny(1))
     assert "This plan is a toy: `actor` is a tiny model of " in said
     assert "Name yours:  --set roles.actor.model=FOLDER" in said
@@ -104,7 +100,7 @@ def test_a_toy_on_a_data_centre_is_called_one_and_takes_no_time_that_is_zero(
     assert "toy" not in embedded(capsys, tiny(1), "--set", sizes), "of 200 million parameters"
 
 
-def test_seconds_as_people_read_them() -> None:
+def test_seconds_as_people_read_them():
     assert [duration(seconds) for seconds in (0.0, 12.345, 0.012, 0.0042, 0.000321)] == \
         ["0.00 s", "12.35 s", "0.01 s", "4.2 ms", "321 µs"]
 
@@ -112,26 +108,26 @@ def test_seconds_as_people_read_them() -> None:
 @pytest.mark.parametrize(("arguments", "of"), [
     (("--explain",), "--place"), (("--out", "x.yaml"), "--place"), (("--fit", "--seconds", "3"), "--place"),
     (("--place", "--margin", "0.2"), "--fit")])
-def test_options_that_change_nothing_are_refused(plan: Callable, arguments: tuple[str, ...], of: str) -> None:
+def test_options_that_change_nothing_are_refused(plan, arguments, of):
     code, _, error = plan(*arguments)
     assert code == 2
     assert f"changes nothing here. It goes with {of}." in error
 
 
-def test_a_file_that_cannot_be_written(plan: Callable, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written(plan, tmp_path):
     code, _, error = plan("--place", "--within", "0.9", "--out", str(tmp_path / "none" / "plan.yaml"))
     assert code == 2
     assert "plan.yaml: cannot be written: No such file or directory" in error
 
 
-def test_impossible_memory_names_the_tenant_and_the_shortfall(plan: Callable, tiny: Callable) -> None:
+def test_impossible_memory_names_the_tenant_and_the_shortfall(plan, tiny):
     code, _, error = plan("--place", cluster=tiny(2))
     assert code == 2
     assert "`actor` (update) fits no device" in error
     assert "GiB too little" in error
 
 
-def test_doubling_what_bounds_a_work_helps_it(mixed_spec: Callable) -> None:
+def test_doubling_what_bounds_a_work_helps_it(mixed_spec):
     problem = problem_of(mixed_spec("grpo", "a100_l40s_l4"))
     *_, found = search(problem, budget=2000)
     by_task = {bound.task: bound.saved[0][0] for bound in bounds(problem, found.placement)}
@@ -141,7 +137,7 @@ def test_doubling_what_bounds_a_work_helps_it(mixed_spec: Callable) -> None:
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
-def test_no_time_to_search_is_refused(plan, seconds) -> None:
+def test_no_time_to_search_is_refused(plan, seconds):
     code, printed, error = plan("--place", "--seconds", seconds, "--within", "0.99")  # which ends a search that begins
     assert (code, printed) == (2, "")
     assert f"--seconds {seconds} is no time to search; give more than 0" in error

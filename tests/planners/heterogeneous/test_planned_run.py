@@ -48,7 +48,7 @@ MODEL = ["roles.actor.model={architecture: qwen3, layers: 4, hidden: 512, heads:
 
 
 @pytest.fixture
-def spec_of(tmp_path: Path) -> Callable[..., Spec]:
+def spec_of(tmp_path):
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
     return lambda *more, dag="grpo": load(dag, None, [*MODEL, *more], str(tmp_path / "cluster.yaml"))
 
@@ -58,7 +58,7 @@ def placed_plan(said: dict) -> PlacedPlan:
 
 
 @pytest.fixture
-def obey(spec_of: Callable) -> Callable[..., tuple[Plan, str]]:
+def obey(spec_of):
     """`obey(*settings, change=…)`: the chain by the best runnable plan, which `change` may spoil."""
     def run(*more: str, change: Callable[[dict], Any] = lambda said: None, dag: str = "grpo") -> Plan:
         spec = spec_of(*more, dag=dag)
@@ -89,7 +89,7 @@ def group(said: dict, **ranks: list[int]) -> None:
                       for tasks, each in ranks.items()]
 
 
-def test_shares_have_rows_by_the_speed_of_their_devices(obey: Callable) -> None:
+def test_shares_have_rows_by_the_speed_of_their_devices(obey):
     found = layouts(obey())
     for node in ("rollout", "reference", "update"):
         rows = found[node].rows
@@ -99,7 +99,7 @@ def test_shares_have_rows_by_the_speed_of_their_devices(obey: Callable) -> None:
 
 
 @pytest.mark.parametrize("mode", ["async", "semi_sync"])
-def test_groups_are_those_that_train_first_and_those_that_sample(obey: Callable, mode: str) -> None:
+def test_groups_are_those_that_train_first_and_those_that_sample(obey, mode):
     found = obey(f"mode={mode}")
     trainer, rollout = found.groups
     assert (trainer.ranks.start, rollout.ranks.stop) == (0, 4)
@@ -108,7 +108,7 @@ def test_groups_are_those_that_train_first_and_those_that_sample(obey: Callable,
     assert len(rows) in (0, len(trainer.ranks))
 
 
-def test_a_part_of_a_machine_that_trains_is_its_first_one(obey: Callable, tmp_path: Path) -> None:
+def test_a_part_of_a_machine_that_trains_is_its_first_one(obey, tmp_path):
     device = {"tflops": {"float32": 60}, "memory_gib": 80, "memory_gb_s": 5}  # which trains slowly
     machines = {"one": {"device": "new", "devices": 4, "inside": {"gb_s": 50}}}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"devices": {"new": device}, "machines": machines}))
@@ -116,13 +116,13 @@ def test_a_part_of_a_machine_that_trains_is_its_first_one(obey: Callable, tmp_pa
     assert (trainer.ranks, rollout.ranks) == (range(3), range(3, 4))
 
 
-def test_models_are_split_as_the_plan_says(obey: Callable) -> None:
+def test_models_are_split_as_the_plan_says(obey):
     found = layouts(obey(change=lambda said: place(said, "reference update", (1, 300, "quick"), (1, 84, "slow"), tp=2)))
     assert found["update"] == found["reference"] == Layout(2, tp=2, rows=(25, 7))
     assert found["rollout"].tp == 1
 
 
-def test_micro_batches_are_as_large_as_the_plan_says(spec_of: Callable, tmp_path: Path) -> None:
+def test_micro_batches_are_as_large_as_the_plan_says(spec_of, tmp_path):
     """A pipeline is filled by more of them; the setting is in tokens, at the longest row."""
     spec = spec_of()
     problem = problem_of(spec)
@@ -145,12 +145,12 @@ def two_by_two(said: dict) -> None:
 
 
 @pytest.fixture
-def vllm(engines: None) -> str:
+def vllm(engines):
     """It need not be there to be planned for."""
     return "roles.actor.rollout=vllm"
 
 
-def test_a_model_that_samples_apart_is_split_as_the_plan_says(obey: Callable, vllm: str) -> None:
+def test_a_model_that_samples_apart_is_split_as_the_plan_says(obey, vllm):
     rollout = obey("mode=async", vllm, change=two_by_two).groups[1]
     assert (rollout.replicas, rollout.plan.ranks) == (1, 2)
     assert rollout.plan.layout_of("actor", samples=True) == Layout(1, tp=2)
@@ -159,7 +159,7 @@ def test_a_model_that_samples_apart_is_split_as_the_plan_says(obey: Callable, vl
 
 
 @pytest.mark.parametrize("node", ["reference", "update"])
-def test_a_device_that_the_plan_leaves_idle_in_a_task_has_no_rows_of_it(obey: Callable, node: str) -> None:
+def test_a_device_that_the_plan_leaves_idle_in_a_task_has_no_rows_of_it(obey, node):
     """It holds its shard of the model, and takes part where all ranks gather a layer."""
     assert layouts(obey(change=lambda said: place(said, node, (2, 192, "quick"))))[node].rows == (1, 1, 0, 0)
 
@@ -171,7 +171,7 @@ def three_groups(said: dict) -> None:
     place(said, "reference", (2, 192, "quick"))
 
 
-def test_a_model_that_is_only_read_has_the_ranks_of_its_group(obey: Callable) -> None:
+def test_a_model_that_is_only_read_has_the_ranks_of_its_group(obey):
     made = obey("mode=async", change=three_groups)
     assert [(group.name, group.ranks) for group in made.groups] == [
         ("trainer", range(1)), ("rollout", range(1, 2)), ("inference reference", range(2, 4))]
@@ -183,14 +183,13 @@ def unequal(said: dict) -> None:
     place(said, "reference", (1, 300, "quick"), (1, 84, "quick"))
 
 
-def test_ranks_that_only_infer_may_have_unequal_shares(obey: Callable) -> None:
+def test_ranks_that_only_infer_may_have_unequal_shares(obey):
     *_, reference = obey("mode=async", change=unequal).groups
     assert reference.plan.task("reference").layout == reference.plan.source == Layout(2, rows=(25, 7))
 
 
 @pytest.mark.parametrize(("mode", "count"), [("sync", 2), ("async", 3)])
-def test_the_best_plan_that_runs_may_train_the_critic_apart(obey: Callable, monkeypatch: pytest.MonkeyPatch, mode: str,
-                                                            count: int) -> None:
+def test_the_best_plan_that_runs_may_train_the_critic_apart(obey, monkeypatch, mode, count):
     monkeypatch.setattr("planners.heterogeneous.runnable.run_groups", lambda problem, *_: (
         each for each in run_groups(problem, ["critic"]) if len(each[0]) == count))
     made = obey(f"mode={mode}", dag="ppo")
@@ -204,8 +203,7 @@ def test_the_best_plan_that_runs_may_train_the_critic_apart(obey: Callable, monk
     ("async", [["rollout", "update"], ["reference", "values", "critic"]], 2),
     ("sync", [["rollout", "update"], ["reference", "values", "critic"]], 2),
     ("async", [["update"], ["rollout"], ["reference", "values", "critic"]], 2)])
-def test_frozen_roles_may_be_on_the_ranks_that_train_another(obey: Callable, mode: str, groups: list[list[str]],
-                                                             first: int) -> None:
+def test_frozen_roles_may_be_on_the_ranks_that_train_another(obey, mode, groups, first):
     def beside(said: dict) -> None:
         parts = [(["quick"], [0, 1]), (["slow"], [2, 3])] if len(groups) == 2 else \
             [(["quick"], [0, 1]), (["slow"], [3]), (["slow"], [2])]
@@ -223,8 +221,7 @@ def test_frozen_roles_may_be_on_the_ranks_that_train_another(obey: Callable, mod
     assert found["update"].first == 0
 
 
-def test_the_best_plan_that_runs_may_have_ranks_that_sample_compute_a_frozen_role(
-        obey: Callable, spec_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_plan_that_runs_may_have_ranks_that_sample_compute_a_frozen_role(obey, spec_of, monkeypatch):
     assert roles_on_rollouts(spec_of("mode=async")) == ["reference"]
     assert roles_on_rollouts(spec_of("mode=semi_sync")) == roles_on_rollouts(spec_of("mode=sync")) == []
     monkeypatch.setattr("planners.heterogeneous.runnable.run_groups", lambda *given: (
@@ -242,8 +239,7 @@ def test_the_best_plan_that_runs_may_have_ranks_that_sample_compute_a_frozen_rol
         obey("mode=async", change=split)
 
 
-def test_groups_that_cannot_be_faster_than_the_best_are_not_laid_out(spec_of: Callable, tmp_path: Path,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_that_cannot_be_faster_than_the_best_are_not_laid_out(spec_of, tmp_path, monkeypatch):
     machines = {name: {**machine, "count": 3} for name, machine in CLUSTER["machines"].items()}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"machines": machines}))
     spec = spec_of("mode=async")
@@ -257,7 +253,7 @@ def test_groups_that_cannot_be_faster_than_the_best_are_not_laid_out(spec_of: Ca
     assert found.seconds == min(each.seconds for each in made if each)
 
 
-def test_what_a_search_finds_counts_if_ranks_can_run_it(spec_of: Callable) -> None:
+def test_what_a_search_finds_counts_if_ranks_can_run_it(spec_of):
     spec = spec_of("mode=semi_sync")
     costed = CostedProblem(problem_of(spec))
     enumerated = runnable(spec, costed)
@@ -272,8 +268,7 @@ def test_what_a_search_finds_counts_if_ranks_can_run_it(spec_of: Callable) -> No
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_search_among_the_groups_and_splits_that_runs_have_finds_what_ranks_can_run(
-        spec_of: Callable, mode: str) -> None:
+def test_a_search_among_the_groups_and_splits_that_runs_have_finds_what_ranks_can_run(spec_of, mode):
     """A free search's plans are in groups that no run has, or sample with tp, which `rollout: hf` has not."""
     spec = spec_of(f"mode={mode}", dag="ppo")
     problem = problem_of(spec)
@@ -297,7 +292,7 @@ def limited_to_runs(spec: Spec) -> tuple[CostedProblem, CostedProblem]:
     return CostedProblem(problem), CostedProblem(replace(problem, freedom=run_freedom(spec, problem)))
 
 
-def test_runnable_says_why_the_launcher_refuses_every_plan(spec_of: Callable) -> None:
+def test_runnable_says_why_the_launcher_refuses_every_plan(spec_of):
     spec = spec_of("mode=async", "roles.actor.replicas=5", dag="ppo")
     with pytest.raises(InvalidInput, match="of them because role `actor` wants 5 replicas, which do not divide"):
         runnable(spec, CostedProblem(problem_of(spec)))
@@ -316,7 +311,7 @@ def many_kinds(tmp_path: Path) -> Spec:
     return load("grpo_tools", None, [*MODEL, "mode=async", "roles.actor.replicas=7"], str(tmp_path / "many.yaml"))
 
 
-def test_sizes_that_the_launcher_refuses_do_not_hide_other_sizes(tmp_path: Path) -> None:
+def test_sizes_that_the_launcher_refuses_do_not_hide_other_sizes(tmp_path):
     spec = many_kinds(tmp_path)
     costed = CostedProblem(problem_of(spec))
     assert not refusal(spec, written(costed.problem, runnable(spec, costed)))
@@ -326,14 +321,14 @@ def test_sizes_that_the_launcher_refuses_do_not_hide_other_sizes(tmp_path: Path)
     assert any(ranks.accepts(form) for each in forms for form in each), "a search asks for other sizes too"
 
 
-def test_what_is_enumerated_ends_with_the_time_too(spec_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_enumerated_ends_with_the_time_too(spec_of, monkeypatch):
     spec, lay_out, tried = spec_of("mode=async", dag="ppo"), EngineLayouts.placement, []
     monkeypatch.setattr(EngineLayouts, "placement", lambda *given: tried.append(given) or lay_out(*given))
     list(search_runnable(spec, *limited_to_runs(spec), stop=lambda: True))
     assert len(tried) == 1
 
 
-def test_a_plan_whose_tasks_of_an_engine_are_split_unlike_is_made_one_that_runs(tmp_path: Path) -> None:
+def test_a_plan_whose_tasks_of_an_engine_are_split_unlike_is_made_one_that_runs(tmp_path):
     spec = Cell("one zone", "ppo", "async", "8B").spec(tmp_path, "megatron")
     problem = problem_of(spec)
     costed, found = CostedProblem(problem), best_of(stream_rl(problem), 600)
@@ -345,7 +340,7 @@ def test_a_plan_whose_tasks_of_an_engine_are_split_unlike_is_made_one_that_runs(
 
 
 @pytest.fixture
-def found_alone(spec_of: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable:
+def found_alone(spec_of, monkeypatch):
     """`found_alone(*update)`: costs; all tasks in one group of all machines, of which they use `quick`, and `update`
     what is given; and what ranks can run of it, if nothing else is considered."""
     def find(*update: Replicas, more: tuple[str, ...] = ()) -> tuple[CostedProblem, Placement, Placement | None]:
@@ -360,7 +355,7 @@ def found_alone(spec_of: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable:
     return find
 
 
-def test_machines_that_no_task_uses_are_left_out(found_alone: Callable) -> None:
+def test_machines_that_no_task_uses_are_left_out(found_alone):
     _, found, made = found_alone()
     assert made == replace(found, subsets=((2, 0),))
 
@@ -368,7 +363,7 @@ def test_machines_that_no_task_uses_are_left_out(found_alone: Callable) -> None:
 SOME = Replicas((0,), 2), Replicas((1,), 1)
 
 
-def test_devices_without_rows_of_an_engine_cost_it_nothing(found_alone: Callable) -> None:
+def test_devices_without_rows_of_an_engine_cost_it_nothing(found_alone):
     """The machine is in use by another task, so that it has ranks, but no part of the model."""
     _, found, made = found_alone(*SOME)
     assert made.subsets == ((2, 2),)
@@ -385,7 +380,7 @@ def ppo_on_some(spec: Spec, values: tuple[Replicas, ...]) -> tuple[CostedProblem
     return costed, costed.placed((tuple(range(len(layouts))),), ((2, 2),), layouts)
 
 
-def test_tasks_of_one_engine_have_it_where_any_of_them_has_rows(spec_of: Callable) -> None:
+def test_tasks_of_one_engine_have_it_where_any_of_them_has_rows(spec_of):
     """Among these ranks a task's weights are divided, whoever has its rows."""
     spec = spec_of(dag="ppo")
     costed, found = ppo_on_some(spec, SOME)
@@ -397,8 +392,7 @@ def test_tasks_of_one_engine_have_it_where_any_of_them_has_rows(spec_of: Callabl
     assert made.layouts[critic].seconds == whole.seconds > found.layouts[critic].seconds
 
 
-def test_engines_that_want_all_ranks_cost_what_shares_without_rows_do(found_alone: Callable,
-                                                                           engines: None) -> None:
+def test_engines_that_want_all_ranks_cost_what_shares_without_rows_do(found_alone, engines):
     """Megatron sums gradients over all ranks of its group."""
     costed, found, made = found_alone(*SOME, more=("roles.actor.engine=megatron",))
     assert made.subsets == ((2, 2),)
@@ -412,7 +406,7 @@ def test_engines_that_want_all_ranks_cost_what_shares_without_rows_do(found_alon
     assert made.layouts[2].seconds > found.layouts[2].seconds
 
 
-def test_frozen_models_behind_rollouts_are_whole_and_on_the_first_device_of_each(spec_of: Callable, vllm: str) -> None:
+def test_frozen_models_behind_rollouts_are_whole_and_on_the_first_device_of_each(spec_of, vllm):
     """It computes what its rollout samples, and has less room for the cache."""
     spec = spec_of(vllm, "mode=async")
     costed, two = CostedProblem(problem_of(spec)), (Replicas((0,), 2),)
@@ -431,7 +425,7 @@ def test_frozen_models_behind_rollouts_are_whole_and_on_the_first_device_of_each
     assert as_ranks_run(spec, tight, found) is None, "there is no room for both"
 
 
-def test_a_machine_may_be_divided_where_groups_meet(obey: Callable, vllm: str, tmp_path: Path) -> None:
+def test_a_machine_may_be_divided_where_groups_meet(obey, vllm, tmp_path):
     """Whichever of alike devices the plan names: what trains, samples and infers takes them in the order of ranks."""
     machines = {"quick": {**CLUSTER["machines"]["quick"], "count": 8}}
     devices = {"new": CLUSTER["devices"]["new"]}
@@ -450,7 +444,7 @@ def test_a_machine_may_be_divided_where_groups_meet(obey: Callable, vllm: str, t
         obey("mode=async", vllm, change=partial(divided, count=7, tp=2))
 
 
-def test_a_plan_whose_tasks_all_take_turns_runs_in_mode_sync(obey: Callable) -> None:
+def test_a_plan_whose_tasks_all_take_turns_runs_in_mode_sync(obey):
     def together(said: dict) -> None:
         group(said, **{"_".join(said["tasks"]): [0, 1, 2, 3]})
         place(said, " ".join(said["tasks"]), (2, 96, "quick"), (2, 96, "slow"))
@@ -465,12 +459,12 @@ def with_training(said: dict, **ranks: list[int]) -> None:
     place(said, "rollout update", (2, 192, "slow"))
 
 
-def test_groups_that_no_ranks_make_are_refused(obey: Callable) -> None:
+def test_groups_that_no_ranks_make_are_refused(obey):
     with pytest.raises(InvalidInput, match="one trains, rollout samples, and each of the others has all tasks of one"):
         obey("mode=semi_sync", change=partial(with_training, rollout_reference=[2, 3], update=[0, 1]))
 
 
-def test_a_group_may_sample_and_train_beside_one_that_infers(obey: Callable) -> None:
+def test_a_group_may_sample_and_train_beside_one_that_infers(obey):
     """In mode sync, whatever the plan was made for."""
     made = obey("mode=async", change=partial(with_training, rollout_update=[2, 3], reference=[0, 1]))
     assert made.mode == "sync"
@@ -478,7 +472,7 @@ def test_a_group_may_sample_and_train_beside_one_that_infers(obey: Callable) -> 
     assert layouts(made)["update"].active_ranks == [0, 1]
 
 
-def test_what_a_plan_says_is_a_run_file(spec_of: Callable, tmp_path: Path) -> None:
+def test_what_a_plan_says_is_a_run_file(spec_of, tmp_path):
     spec = spec_of()
     costed = CostedProblem(problem_of(spec))
     own = planned_run(spec, written(costed.problem, runnable(spec, costed)))
@@ -521,7 +515,7 @@ def torn(said: dict) -> None:
     (torn, "those of a machine `quick` would be 0, 2, and ranks of a machine follow", "async"),
     (by_stages, "node `reference` wants pp 2 of `engine: fsdp`, which it cannot do", "sync"),
 ])
-def test_what_ranks_cannot_do_is_refused(obey: Callable, change: Callable, says: str, mode: str, vllm: str) -> None:
+def test_what_ranks_cannot_do_is_refused(obey, change, says, mode, vllm):
     with pytest.raises(InvalidInput) as error:
         obey(f"mode={mode}", *[vllm] * (change is torn), change=change)
     assert [mistake for mistake in error.value.mistakes if says in mistake.what], str(error.value)
@@ -530,9 +524,7 @@ def test_what_ranks_cannot_do_is_refused(obey: Callable, change: Callable, says:
 @pytest.mark.parametrize(("shares", "order", "layers"), [
     ([(2, 192, "quick slow")], STAGES_OUTERMOST, (3, 1)),
     ([(1, 300, "quick quick"), (1, 84, "slow slow")], SHARES_OUTERMOST, (2, 2))])
-def test_a_pipeline_may_have_a_stage_or_a_share_on_each_machine(
-        obey: Callable, engines: None, shares: list[tuple], order: str,
-        layers: tuple[int, ...]) -> None:
+def test_a_pipeline_may_have_a_stage_or_a_share_on_each_machine(obey, engines, shares, order, layers):
     found = layouts(obey("roles.actor.engine=megatron", "roles.reference={engine: megatron}", change=lambda said: place(
         said, "reference update", *shares, pp=2, layers=[*layers])))
     assert (found["update"].pp, found["update"].order) == (2, order)
@@ -547,7 +539,7 @@ def order_of(spec: Spec, change: Callable[[dict], Any]) -> str:
     return machines_in_order(costed.problem, placed_plan(said))
 
 
-def test_machines_that_train_come_first_wherever_the_cluster_file_has_them(obey: Callable, spec_of: Callable) -> None:
+def test_machines_that_train_come_first_wherever_the_cluster_file_has_them(obey, spec_of):
     """Ranks 0 and 1 are those of `slow`, the second machine."""
     def on_the_slow(said: dict) -> None:
         apart(said)
@@ -559,7 +551,7 @@ def test_machines_that_train_come_first_wherever_the_cluster_file_has_them(obey:
     assert order_of(spec_of("mode=async"), on_the_slow) == "1 slow, 1 quick"
 
 
-def test_the_order_of_machines_names_one_that_stands_between_others(spec_of: Callable, tmp_path: Path) -> None:
+def test_the_order_of_machines_names_one_that_stands_between_others(spec_of, tmp_path):
     """Two of eight alike machines train; the rest follows in the order of the cluster file."""
     machines = {"slow": CLUSTER["machines"]["slow"], "quick": {**CLUSTER["machines"]["quick"], "count": 8}}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"machines": machines}, sort_keys=False))
@@ -571,12 +563,12 @@ def test_the_order_of_machines_names_one_that_stands_between_others(spec_of: Cal
     assert order_of(spec_of("mode=async"), between) == "2 quick, 1 slow, 6 quick"
 
 
-def test_nodes_of_one_engine_split_it_alike(obey: Callable) -> None:
+def test_nodes_of_one_engine_split_it_alike(obey):
     with pytest.raises(InvalidInput, match="the same engine of role `critic`, but split its model differently"):
         obey(dag="ppo", change=lambda said: place(said, "critic", (1, 192, "quick"), (1, 192, "slow"), tp=2))
 
 
-def test_machines_that_a_plan_leaves_out_have_no_ranks(obey: Callable) -> None:
+def test_machines_that_a_plan_leaves_out_have_no_ranks(obey):
     def without_the_quick(said: dict) -> None:
         group(said, **{"_".join(said["tasks"]): [2, 3]})
         place(said, " ".join(said["tasks"]), (2, 192, "slow"))
@@ -586,7 +578,7 @@ def test_machines_that_a_plan_leaves_out_have_no_ranks(obey: Callable) -> None:
     assert {layout.dp for layout in layouts(found).values()} == {2}
 
 
-def test_the_best_plan_leaves_out_what_is_too_far(spec_of: Callable, tmp_path: Path) -> None:
+def test_the_best_plan_leaves_out_what_is_too_far(spec_of, tmp_path):
     said = yaml.safe_load(yaml.safe_dump(CLUSTER))
     said["links"]["world"] = {"gb_s": 1e-4, "latency_us": 1e6}
     said["machines"]["slow"]["zone"], said["zones"] = "far", {"far": "overseas"}
@@ -598,7 +590,7 @@ def test_the_best_plan_leaves_out_what_is_too_far(spec_of: Callable, tmp_path: P
     assert ranks_of(costed.problem, found.subsets) == [[0, 1]]
 
 
-def test_a_hand_written_run_may_say_rows_too() -> None:
+def test_a_hand_written_run_may_say_rows_too():
     found = plan(load("grpo", None, ["layouts.update.rows=[30, 10]"]), 2)
     assert layouts(found)["update"] == Layout(2, rows=(3, 1))
     assert [move.kind for task in found.tasks for move in task.transfers if task.node == "update"][0] == "all_to_all"
@@ -616,7 +608,7 @@ def test_a_hand_written_run_may_say_rows_too() -> None:
     *((dag, mode, name) for dag, mode in (("grpo", "async"), ("ppo", "sync")) for name in (
         "h200", "h200_a100", "a100_l40s_l4", "multi_zone")),
     *((path.stem, "sync", "") for path in sorted(Path("dags").glob("*.yaml")))])
-def test_shipped_dags_and_clusters_have_a_plan_that_runs(tmp_path: Path, dag: str, mode: str, cluster: str) -> None:
+def test_shipped_dags_and_clusters_have_a_plan_that_runs(tmp_path, dag, mode, cluster):
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
     own_run = Path(f"dags/runs/embedded_{dag}.yaml")
     spec = load(dag, str(own_run) if own_run.exists() else None, [f"mode={mode}"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def proven(problem: Problem, warm: Placement | None) -> Proof:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_small_problems_are_solved_to_the_end(seed: int) -> None:
+def test_small_problems_are_solved_to_the_end(seed):
     problem = random_problem(seed)
     truth, found = brute_force(problem), searched(problem, seed=seed)
     answer = proven(problem, found.placement)
@@ -49,18 +48,18 @@ def test_small_problems_are_solved_to_the_end(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 11])
-def test_the_proof_needs_no_answer_to_start_from(seed: int) -> None:
+def test_the_proof_needs_no_answer_to_start_from(seed):
     problem = random_problem(seed)
     assert proven(problem, None).placement.seconds == pytest.approx(brute_force(problem), rel=1e-6)
 
 
-def test_one_device_needs_no_answer_to_start_from() -> None:
+def test_one_device_needs_no_answer_to_start_from():
     """Its only placement takes as long as all tasks after each other."""
     problem = random_problem(0, devices=1)
     assert proven(problem, None).placement.seconds == pytest.approx(brute_force(problem))
 
 
-def test_a_poor_answer_is_replaced() -> None:
+def test_a_poor_answer_is_replaced():
     problem = random_problem(0)
     best = searched(problem).placement
     assert proven(problem, replace(best, seconds=best.seconds * 2)).placement.seconds == pytest.approx(best.seconds)
@@ -69,7 +68,7 @@ def test_a_poor_answer_is_replaced() -> None:
 CASES = Path(__file__).parent / "cases"
 
 
-def test_the_bound_is_below_what_exists(tmp_path: Path) -> None:
+def test_the_bound_is_below_what_exists(tmp_path):
     """A box of slow inner links is no reason to wait for it: nothing has to be sent there."""
     spec = load("grpo", None, [f"roles.actor.model={folder('4B', tmp_path)}", "data.batch=8",
                                "data.max_prompt_tokens=512", "roles.actor.generation.max_new_tokens=256"],
@@ -78,7 +77,7 @@ def test_the_bound_is_below_what_exists(tmp_path: Path) -> None:
     assert found.bound < found.placement.seconds < 4.4
 
 
-def test_the_budget_is_spent_and_no_grouping_is_dropped() -> None:
+def test_the_budget_is_spent_and_no_grouping_is_dropped():
     """Beside the most promising one, all in one and all apart come first; what looks bad comes to a turn too."""
     problem = _many_devices()
     steps = list(search(problem, budget=3000))
@@ -108,7 +107,7 @@ class OnlyApart:
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_a_search_keeps_only_forms_that_are_accepted(many: bool) -> None:
+def test_a_search_keeps_only_forms_that_are_accepted(many):
     """The tasks of this problem are best together; of few devices all placements are gone through."""
     problem = _many_devices() if many else random_problem(11)
     tasks = len(problem.tasks)
@@ -123,14 +122,14 @@ def test_a_search_keeps_only_forms_that_are_accepted(many: bool) -> None:
 
 
 @pytest.mark.parametrize("has_samplers", [False, True])
-def test_the_same_seed_gives_the_same_answer(mixed_spec: Callable, has_samplers: bool) -> None:
+def test_the_same_seed_gives_the_same_answer(mixed_spec, has_samplers):
     problem = replace(problem_of(mixed_spec("ppo", "h200_a100")), has_samplers=has_samplers)
     first, second = (list(search(problem, seed=7, budget=6000)) for _ in range(2))
     assert first == second
     assert len(first) >= 3
 
 
-def test_the_search_is_any_time(mixed_spec: Callable) -> None:
+def test_the_search_is_any_time(mixed_spec):
     problem = problem_of(mixed_spec("ppo", "multi_region"))
     seconds = [step.placement.seconds for step in search(problem, budget=8000) if step.placement]
     assert seconds == sorted(seconds, reverse=True)
@@ -139,14 +138,14 @@ def test_the_search_is_any_time(mixed_spec: Callable) -> None:
     assert searched(problem, quality=0.99).evaluations < searched(problem, budget=8000).evaluations
 
 
-def test_the_budget_is_kept(mixed_spec: Callable) -> None:
+def test_the_budget_is_kept(mixed_spec):
     problem = problem_of(mixed_spec("grpo", "multi_zone"))
     for budget in (1, 1500):
         steps = list(search(problem, budget=budget))
         assert all(step.evaluations < budget for step in steps[:-1])
 
 
-def test_a_thousand_devices_take_no_more_layouts_than_sixty_four(mixed_spec: Callable) -> None:
+def test_a_thousand_devices_take_no_more_layouts_than_sixty_four(mixed_spec):
     spec = mixed_spec("ppo", "multi_region", "data.batch=512")
     machines = {name: kind.model_copy(update={"count": 16 * kind.count})
                 for name, kind in spec.cluster.machines.items()}
@@ -160,7 +159,7 @@ def test_a_thousand_devices_take_no_more_layouts_than_sixty_four(mixed_spec: Cal
     assert len(set(devices)) == len(devices) <= 1024
 
 
-def test_what_trains_one_role_stays_together() -> None:
+def test_what_trains_one_role_stays_together():
     problem = random_problem(11)
     twice = replace(problem, tasks=(*problem.tasks, problem.tasks[2]))
     assert all(any({2, 3} <= set(group) for group in grouping) for grouping in groupings(twice))
@@ -169,14 +168,14 @@ def test_what_trains_one_role_stays_together() -> None:
 
 @pytest.mark.parametrize("freedom", [Freedom(groupings=(((0, 1, 2),),)), Freedom(assignment=False),
                                      Freedom(cuts=(frozenset({(1, 1)}),) * 3), Freedom(balance=False)])
-def test_less_freedom_is_never_better(mixed_spec: Callable, freedom: Freedom) -> None:
+def test_less_freedom_is_never_better(mixed_spec, freedom):
     problem = problem_of(mixed_spec("grpo", "multi_region"))
     free = searched(problem, budget=8000).placement.seconds
     bound = searched(replace(problem, freedom=freedom), budget=8000).placement.seconds
     assert bound >= free * 0.98
 
 
-def test_many_works_are_grouped_by_drawing() -> None:
+def test_many_works_are_grouped_by_drawing():
     problem = random_problem(11)
     many = replace(problem, tasks=problem.tasks * 3)
     drawn = sampled_groupings(many, np.random.default_rng(0), 50)
@@ -190,7 +189,7 @@ def test_many_works_are_grouped_by_drawing() -> None:
         groupings(many)
 
 
-def test_too_many_pools_for_the_program(mixed_spec: Callable) -> None:
+def test_too_many_pools_for_the_program(mixed_spec):
     spec = mixed_spec("grpo", "multi_region")
     kinds = {f"{name}{copy}": kind for name, kind in spec.cluster.machines.items() for copy in range(2)}
     spec.cluster = spec.cluster.model_copy(update={"machines": kinds})
@@ -199,7 +198,7 @@ def test_too_many_pools_for_the_program(mixed_spec: Callable) -> None:
     assert "--solver hybrid" in str(caught.value)
 
 
-def test_without_scipy_the_program_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_scipy_the_program_says_what_to_install(monkeypatch):
     problem = random_problem(3, devices=3)
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(InvalidInput, match=re.escape(pip_line("exact"))):

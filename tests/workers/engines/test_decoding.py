@@ -17,7 +17,7 @@ ENDS = [2, *range(3, 270, 9)]
 
 
 @pytest.fixture
-def prompts() -> Ragged:
+def prompts():
     return random_rows(6, 2, 19, 4, 11, seed=5)
 
 

@@ -1,7 +1,5 @@
 """Weights of engines that another library runs: what no trainer sends reaches them too."""
 
-from __future__ import annotations
-
 import base64
 import pickle
 

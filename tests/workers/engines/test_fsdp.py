@@ -22,7 +22,7 @@ from workers.engines.trainer import schedule, schedule_jump
 
 
 @pytest.fixture
-def batch() -> Batch:
+def batch():
     prompts = random_rows(6, 3, 8).select(torch.arange(3).repeat_interleave(3))
     return Batch(torch.arange(9), {"prompts": prompts, "responses": random_rows(4, 0, 2, 5, 3, 1, 7, 2, 2, seed=1)})
 

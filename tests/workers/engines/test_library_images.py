@@ -1,7 +1,5 @@
 """Images of families beside Qwen-VL: by transformers' processors, trainer and rollout see what a plain forward sees."""
 
-from __future__ import annotations
-
 import json
 
 import numpy

@@ -1,7 +1,5 @@
 """How a rank's rows are cut into micro-batches."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Packed rows give what padded ones give, and fill no memory with padding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from columns import random_rows

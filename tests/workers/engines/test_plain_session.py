@@ -36,7 +36,7 @@ def attending(family: str) -> PreTrainedModel:
 
 
 @pytest.fixture
-def prompts() -> Ragged:
+def prompts():
     return random_rows(6, 2, 11, 6, 1, seed=5)
 
 

@@ -1,7 +1,5 @@
 """Saved models: every tensor of the source folder is trained, or as it was; and what is read back is checked."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,12 +22,12 @@ TOKEN, LIMIT = secrets.token_bytes(32), 60.0
 
 
 @pytest.fixture
-def store() -> TCPStoreClient:
+def store():
     return hosted()
 
 
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def late(monkeypatch):
     """The events that say so."""
     found: list[dict[str, Any]] = []
     monkeypatch.setattr(weight_updates, "record", lambda kind, **facts: found.append(facts))
@@ -37,7 +37,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def pulled(store: TCPStoreClient, late: list) -> Iterator[WeightUpdates]:
+def pulled(store, late):
     made = WeightUpdates(Puller(store.below("run"), TOKEN, "rollout 0"), 0)
     pull, made.tried = made.puller.pull, 0
 
@@ -65,7 +65,7 @@ def publisher(store: TCPStoreClient, version: int) -> Mover:
     return made
 
 
-def test_a_trainer_that_starts_anew_may_use_a_number_again(store: TCPStoreClient, pulled: WeightUpdates) -> None:
+def test_a_trainer_that_starts_anew_may_use_a_number_again(store, pulled):
     """What it publishes then is not what the engine has."""
     keys = set()
     for version in (5, 5, 6):
@@ -85,8 +85,7 @@ def lose(store: TCPStoreClient) -> None:
     assert directory.announce_version(PublishedVersion(2, "of a dead trainer", (ManifestDigest("0" * 32, 1 << 20, 4),)))
 
 
-def test_weights_that_are_here_are_no_news_while_nobody_has_the_newest(store: TCPStoreClient, pulled: WeightUpdates,
-                                                                       late: list) -> None:
+def test_weights_that_are_here_are_no_news_while_nobody_has_the_newest(store, pulled, late):
     trainer = publisher(store, 1)
     until(pulled.pulled_weights)
     pulled.mark_loaded()
@@ -102,7 +101,7 @@ def test_weights_that_are_here_are_no_news_while_nobody_has_the_newest(store: TC
     again.kill()
 
 
-def test_what_does_not_come_is_told_once(store: TCPStoreClient, pulled: WeightUpdates, late: list) -> None:
+def test_what_does_not_come_is_told_once(store, pulled, late):
     lose(store)
     until(lambda: pulled.tried > 3)
     (said,) = late
@@ -110,8 +109,7 @@ def test_what_does_not_come_is_told_once(store: TCPStoreClient, pulled: WeightUp
     assert "no version of the weights could be pulled" in said["why"]
 
 
-def test_closing_does_not_wait_for_weights_that_do_not_come(store: TCPStoreClient, pulled: WeightUpdates, late: list,
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_does_not_wait_for_weights_that_do_not_come(store, pulled, late, monkeypatch):
     """A worker that fails would otherwise report it only after the pull's time-out."""
     monkeypatch.setattr(weight_updates, "_PULL_TIMEOUT", LIMIT)
     lose(store)

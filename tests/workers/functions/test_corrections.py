@@ -1,7 +1,5 @@
 """Importance ratios, truncation and rejection against their definitions in plain Python."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

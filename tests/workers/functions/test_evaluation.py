@@ -12,7 +12,7 @@ from workers.functions.evaluation import tally
 
 
 @pytest.fixture
-def metrics(monkeypatch) -> Metrics:
+def metrics(monkeypatch):
     monkeypatch.setattr(module, "_of_rank", Metrics())
     return module.current()
 

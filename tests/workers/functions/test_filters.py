@@ -1,7 +1,5 @@
 """Which rows filters keep, in any order of rows and groups."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

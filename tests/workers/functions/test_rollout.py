@@ -1,7 +1,5 @@
 """Prompts that one role gets about another's answers."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -49,7 +48,7 @@ def best(last: int, count: int) -> list[tuple[int, float]]:
 
 
 @pytest.fixture
-def teacher() -> Iterator[Teacher]:
+def teacher():
     made = Teacher()
     with serving(made.server):
         yield made

@@ -1,7 +1,5 @@
 """Rewards made of other rewards, against their definitions."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

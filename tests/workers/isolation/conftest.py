@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import textwrap
 import uuid
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +17,7 @@ def end_processes() -> None:
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+def module(tmp_path, monkeypatch):
     """Write a module and import it; returns its name, which no other test has. What it registers goes afterwards."""
     monkeypatch.syspath_prepend(str(tmp_path))
     end_processes()  # which look for modules where the test that has started them had put its own

@@ -8,7 +8,6 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,7 @@ class Echo(ChildProcess):
 
 
 @pytest.fixture
-def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CallPool[Echo]]:
+def pool(tmp_path, monkeypatch):
     (tmp_path / "my_handler.py").write_text(HANDLER)
     monkeypatch.syspath_prepend(str(tmp_path))
     made = CallPool(Echo, "tests", "my_handler:Handler", {}, memory_gib=0.25)

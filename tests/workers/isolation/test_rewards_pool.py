@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -129,14 +128,14 @@ COROUTINES = ("slow", "meets", "batch_async")
 
 
 @pytest.fixture
-def pool() -> Iterator[RewardPool]:
+def pool():
     made = RewardPool(2, memory_gib=1.0)
     yield made
     made.stop()
 
 
 @pytest.fixture
-def run(pool: RewardPool, module):
+def run(pool, module):
     """Run a reward of the module above for some completions; the results by completion."""
     name = module(HOSTILE)
 
@@ -471,7 +470,7 @@ def test_much_and_odd_text_goes_to_and_fro(run):
     assert run("hostile", ["x" * 300_000 + "\ud800é"] * 8).values == dict.fromkeys(range(8), 1.0)
 
 
-def test_a_slow_reward_is_reported_once_while_it_still_runs(run, capfd, monkeypatch, recorded) -> None:
+def test_a_slow_reward_is_reported_once_while_it_still_runs(run, capfd, monkeypatch, recorded):
     """The line says which one, where it stands, since when, and what limits it; a second step says nothing more."""
     run("hostile", ["good"])  # the module's import is over
     monkeypatch.setattr("workers.isolation.rewards_pool._SLOW", 0.5)
@@ -487,7 +486,7 @@ def test_a_slow_reward_is_reported_once_while_it_still_runs(run, capfd, monkeypa
     assert (event["reward"], event["done"], event["samples"]) == ("hostile", 0, 1)
 
 
-def test_of_several_ranks_only_the_first_prints_that_a_reward_is_slow(run, capfd, monkeypatch, recorded) -> None:
+def test_of_several_ranks_only_the_first_prints_that_a_reward_is_slow(run, capfd, monkeypatch, recorded):
     monkeypatch.setattr("workers.isolation.rewards_pool._SLOW", 0.2)
     events.current().rank = 7
     events.record("reward_slow", reward="hostile")

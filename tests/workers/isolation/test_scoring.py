@@ -1,7 +1,5 @@
 """From recipes to rewards: sums, weights, branches, what is left out, and when the run ends."""
 
-from __future__ import annotations
-
 import pytest
 
 from distflow.errors import EngineError, InvalidInput, RewardsFailed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 from preflight_tasks import ANSWERED, CALLED, CHOICES, PAIRS, SUMS, Task, changed, check_fault, proved
@@ -88,7 +87,7 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTY)
-def test_a_task_with_a_fault_is_refused_or_noted(name: str, tmp_path: Path, monkeypatch) -> None:
+def test_a_task_with_a_fault_is_refused_or_noted(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check_fault(*FAULTY[name], tmp_path, f"faulty_{[*FAULTY].index(name)}")
 
@@ -121,7 +120,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_a_good_task_is_proved_without_a_word(name: str, tmp_path: Path, monkeypatch) -> None:
+def test_a_good_task_is_proved_without_a_word(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     account = proved(GOOD[name], tmp_path, f"good_{[*GOOD].index(name)}")
     assert account.doubts == []
@@ -129,7 +128,7 @@ def test_a_good_task_is_proved_without_a_word(name: str, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(("body", "calls"), [("return float(completion == answer)", 6), ("return 0.5", 27)])
-def test_a_reward_of_ones_own_is_called_seldom(body: str, calls: int, tmp_path: Path, monkeypatch) -> None:
+def test_a_reward_of_ones_own_is_called_seldom(body, calls, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     counted = reward(f"open({str(tmp_path / 'calls')!r}, 'a').write('x'); {body}")
     proved(MINE(counted, held_out=[{"question": "2 * 2?", "answer": "4"}] * 3), tmp_path, f"counted_{calls}")

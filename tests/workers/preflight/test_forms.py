@@ -1,7 +1,5 @@
 """Completions that are made of a pattern, and patterns that say nothing."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -15,7 +13,7 @@ from distflow.errors import InvalidInput
 from workers.preflight.forms import completions_of, is_open
 
 
-def test_completions_of_a_long_repetition_are_made_within_a_second() -> None:
+def test_completions_of_a_long_repetition_are_made_within_a_second():
     pattern, began = r"(?:\S+\s+){50,}\S+", time.perf_counter()
     assert not is_open(pattern)
     made = [*completions_of(pattern, ["7", "word"])]
@@ -24,13 +22,13 @@ def test_completions_of_a_long_repetition_are_made_within_a_second() -> None:
     assert all(re.fullmatch(pattern, text) for text in made)
 
 
-def test_a_pattern_that_is_longer_than_what_is_made_gets_no_note(tmp_path: Path, monkeypatch) -> None:
+def test_a_pattern_that_is_longer_than_what_is_made_gets_no_note(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert proved(Task(SUMS, {"format": {"pattern": "<think>.{400,}</think>.*"}}), tmp_path, "long").doubts == []
     assert proved(Task(SUMS, {"format": {"pattern": "((a{100}){100}){100}"}}), tmp_path, "longer").doubts == []
 
 
-def test_without_pythons_parser_no_pattern_is_understood() -> None:
+def test_without_pythons_parser_no_pattern_is_understood():
     script = ("import re, sys\nfor name in ('re._parser', 're._compiler'): sys.modules[name] = None\n"
               "from workers.preflight.forms import is_open\nsys.exit(not is_open('a+'))")
     done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[3], capture_output=True, text=True,
@@ -38,7 +36,7 @@ def test_without_pythons_parser_no_pattern_is_understood() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_pattern_nested_too_deeply_to_be_read_is_no_refusal(tmp_path: Path, monkeypatch) -> None:
+def test_a_pattern_nested_too_deeply_to_be_read_is_no_refusal(tmp_path, monkeypatch):
     """The deepest one that the check of settings compiles is too deep for the proof, whose stack is higher."""
     monkeypatch.chdir(tmp_path)
     for depth in range(500, 400, -1):
@@ -54,7 +52,7 @@ def test_a_pattern_nested_too_deeply_to_be_read_is_no_refusal(tmp_path: Path, mo
     pytest.fail(said)
 
 
-def test_mistakes_of_rewards_are_told_though_a_match_before_them_does_not_end(tmp_path: Path, monkeypatch) -> None:
+def test_mistakes_of_rewards_are_told_though_a_match_before_them_does_not_end(tmp_path, monkeypatch):
     """The expression backtracks for longer than there is time, on an answer of many words that it does not match."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("workers.preflight.rewards._LIMIT", 4.0)

@@ -130,7 +130,7 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTY)
-def test_a_task_with_a_fault_is_refused_or_noted(name: str, tmp_path: Path, monkeypatch) -> None:
+def test_a_task_with_a_fault_is_refused_or_noted(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check_fault(*FAULTY[name], tmp_path, f"faulty_{[*FAULTY].index(name)}")
 
@@ -173,7 +173,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_a_good_task_is_proved_without_a_word(name: str, tmp_path: Path, monkeypatch) -> None:
+def test_a_good_task_is_proved_without_a_word(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     task = replace(GOOD[name], tokenizer=GOOD[name].tokenizer or tokenizer)
     account = proved(task, tmp_path, f"good_{[*GOOD].index(name)}")
@@ -181,21 +181,21 @@ def test_a_good_task_is_proved_without_a_word(name: str, tmp_path: Path, monkeyp
     assert account.proved.keys() == {"data", "rewards", "tokens"}
 
 
-def test_a_wrong_end_token_is_refused(tmp_path: Path, monkeypatch) -> None:
+def test_a_wrong_end_token_is_refused(tmp_path, monkeypatch):
     """Sampling would stop at another token than the one that answers teach as their end."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("workers.preflight.tokens.end_tokens", lambda tokenizer, *_, **__: [tokenizer.bos_token_id])
     check_fault(Task(SUMS, tokenizer=tokenizer), True, "has a target without an end", tmp_path, "wrong_end")
 
 
-def test_fields_that_are_not_encoded_leave_no_record_out(tmp_path: Path, monkeypatch) -> None:
+def test_fields_that_are_not_encoded_leave_no_record_out(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     task = Task([{**each, "source": "a" * 410_000} for each in SUMS[:2]], data={"max_target_tokens": 1},
                 tokenizer=tokenizer)
     check_fault(task, True, "each of the first 2 records has a target", tmp_path, "unused_field")
 
 
-def test_validate_proves_the_default_run_without_a_doubt(capsys) -> None:
+def test_validate_proves_the_default_run_without_a_doubt(capsys):
     assert main(["validate", "grpo", "--prove"]) == 0
     said = capsys.readouterr().out
     assert "proved: data (128 records, " in said
@@ -204,7 +204,7 @@ def test_validate_proves_the_default_run_without_a_doubt(capsys) -> None:
     assert [line for line in said.splitlines() if line.startswith("note: ") and "jsonl" in line] == []
 
 
-def test_validate_leaves_models_of_several_ranks_to_the_run(capsys) -> None:
+def test_validate_leaves_models_of_several_ranks_to_the_run(capsys):
     assert main(["validate", "grpo", "--prove", "--set", "mode=async"]) == 0
     said = capsys.readouterr().out
     assert "note: the models are proved when the run starts, as one rank alone cannot have them: " in said
@@ -214,7 +214,7 @@ def test_validate_leaves_models_of_several_ranks_to_the_run(capsys) -> None:
     (None, 64, "", False), ("{{ messages[0]['role'] }}", 64, "each of the first 3 records cannot be asked: the chat "
                             "template has 0 places for the 1 images", False),
     (None, 12, "1 of the first 3 records has a prompt of more than 12 tokens with its pictures", True)])
-def test_pictures_are_proved(template: str | None, longest: int, says: str, doubt: bool, tmp_path: Path) -> None:
+def test_pictures_are_proved(template, longest, says, doubt, tmp_path):
     for index, size in enumerate((16, 32, 90)):
         Image.new("RGB", (size, size)).save(tmp_path / f"{index}.png")
     rows = [{"question": f"How many {index}?", "answer": "1", "image": f"{index}.png"} for index in range(3)]

@@ -1,7 +1,5 @@
 """What rank 0 refuses of a call before any other rank has heard of it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

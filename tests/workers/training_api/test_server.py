@@ -1,7 +1,5 @@
 """The training API over real sockets: retries, restarts, and what is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

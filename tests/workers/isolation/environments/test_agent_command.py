@@ -1,7 +1,5 @@
 """Commands of agents as environments of one step."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
 
 import pytest
 import yaml
@@ -43,7 +42,7 @@ class Judge:
 
 
 @pytest.fixture
-def server() -> Iterator[ModelServer]:
+def server():
     made = Judge()
     with serving(made.server):
         yield made.server

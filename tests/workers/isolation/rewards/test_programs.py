@@ -1,7 +1,5 @@
 """Programs and their tests, in the real sandbox."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

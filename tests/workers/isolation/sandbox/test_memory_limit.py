@@ -1,7 +1,5 @@
 """What counts as shared memory of a process."""
 
-from __future__ import annotations
-
 import subprocess
 import uuid
 from pathlib import Path

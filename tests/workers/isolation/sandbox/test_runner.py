@@ -14,7 +14,6 @@ import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,7 @@ def refused(kind: str) -> str:
 
 
 @pytest.fixture(params=KINDS)
-def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+def run(request, monkeypatch):
     """`run_python` with one kind of isolation; behind filters, with an interpreter that all users may read."""
     if request.param == "filters" and not reachable():
         if not SYSTEM.exists():
@@ -71,7 +70,7 @@ def open_to_all(folder: Path) -> None:
 
 
 @pytest.fixture
-def own_tempdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_tempdir(tmp_path, monkeypatch):
     """A folder for temporary folders that no other process uses, and that all users reach."""
     monkeypatch.setattr(runner.tempfile, "tempdir", str(tmp_path))
     open_to_all(tmp_path)
