@@ -27,6 +27,7 @@ ROW = "row"  # column of row ids, which is no transfer of its own: ids travel wi
 KEEP = "keep"  # column by which a node drops rows: those where it is False leave the step for all later nodes
 ROUTED_EXPERTS = "routed_experts"  # column of the experts that a mixture chose, written with routing_replay alone
 FINISHED = "finished"  # column of whether an answer came to its end, which most DAGs do not read
+CUT_THOUGHTS = "cut_thoughts"  # column of whether it was cut off within its thoughts: no answer is in these
 REWARD_PARTS = "reward_parts"  # column in which `score` writes the value of each part of a reward, for people to read
 
 

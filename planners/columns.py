@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from distflow.config.spec import Spec
 from distflow.contracts.forms import ENGINE_TYPES, Contract, Read
 from distflow.errors import Diagnostic, Location, did_you_mean, nearest
-from distflow.plan import FINISHED, ROUTED_EXPERTS, ROW, SOURCE, Column
+from distflow.plan import CUT_THOUGHTS, FINISHED, ROUTED_EXPERTS, ROW, SOURCE, Column
 from planners.settings import repeats_of, setting_value
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _REPLACEABLE = {"prompts"}
 prompts of its own."""
 
 _OF_RESPONSES = {"responses", "completions", "response_mask", "versions", "importance", "values", "returns",
-                 "token_rewards", FINISHED, ROUTED_EXPERTS}
+                 "token_rewards", FINISHED, CUT_THOUGHTS, ROUTED_EXPERTS}
 """Parameters about a response's tokens, as are `…_logprobs` and `…_entropies`. All that a node reads must be of the
 same responses."""
 
@@ -147,7 +147,8 @@ class _Tracer:
 
     def _is_read(self, column: str) -> bool:
         return column in SHOWN or any(self.spec.dag.nodes[node].reads.get(read.name, read.name) == column
-                   for node, contract in self.bound.items() for read in contract.reads)
+                   for node, contract in self.bound.items() for read in contract.reads
+                   if not (column == CUT_THOUGHTS and self._is_optional(node, read)))
 
     def _unordered(self, column: str, first: str, second: str) -> None:
         spots = tuple(self._spot(node) for node in (first, second))
@@ -161,6 +162,9 @@ class _Tracer:
     def _producer(self, node: str, read: Read, column: str) -> str | None:
         """Return the last of the upstream nodes that write a column, else the dataset."""
         writers = [writer for writer in self.writers.get(column, ()) if writer != node]
+        if column == CUT_THOUGHTS and self._is_optional(node, read) and not (
+                len(writers) == 1 and self.closure.has_edge(writers[0], node)):
+            return None  # those of other responses say nothing of these
         upstream = [writer for writer in writers if self.closure.has_edge(writer, node)]
         if upstream:
             return max(upstream, key=self.closure.in_degree)
@@ -215,12 +219,12 @@ class _Tracer:
         else:
             reader = read.reader or f"function `{function}`"
             what = f"node `{node}`: {reader} reads column `{column}`, which no node writes"
-            known = {*self.writers, *self.given}
+            known = sorted({*self.writers, *self.given})
             field = next((key for key in ("answer", "question")
                           if read.reader and getattr(self.spec.run.data, key) == column), "")
-            meant = f"{field}s" if field else nearest(column, sorted(known))
+            meant = f"{field}s" if field else nearest(column, known)
             hint = f"`data.{field}` is `{column}`, which a parameter `{field}` reads: rename it." if field else \
-                did_you_mean(column, sorted(known), "Columns")
+                did_you_mean(column, read.called(known), "Columns")
             hint += f"\nTo read another one:  {node}: {{…, reads: {{{read.name}: {meant or 'COLUMN'}}}}}"
             if plain_form(read.form) == "list[str]" or read.reader:
                 fields = ", ".join([*self.spec.run.data.columns, column])

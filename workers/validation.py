@@ -27,7 +27,7 @@ from distflow.data.checks import validated_fields
 from distflow.data.dataset import open_records
 from distflow.data.exchange import gather, pack, unpack
 from distflow.data.problems import answer_text, asked_and_answered, mended_record, question_text
-from distflow.plan import FINISHED, Layout, Plan
+from distflow.plan import CUT_THOUGHTS, FINISHED, Layout, Plan
 from distflow.telemetry.accuracy import interval_of_mean
 from distflow.telemetry.metrics import Metrics
 from workers.encode import data_file, encode_prompts, image_encoder_of
@@ -35,6 +35,7 @@ from workers.engines.role_engines import RoleEngines
 from workers.engines.rollout import Samples
 from workers.engines.sampling import TokenLimits
 from workers.functions.rewards import as_list, report_failures
+from workers.functions.rollout import cut_thoughts
 from workers.isolation.scoring import Scorer
 
 MISSING = "validation_missing"  # event of a validation without a result
@@ -135,7 +136,9 @@ class Validator:
         columns = {key: [text for text in texts for _ in range(count)] for key, texts in share.columns.items()}
         own = {"completions": self.role.decode(samples.tokens), "responses": as_list(samples.tokens)}
         # a field of the data called so goes before it: the node that samples gives its column another name then
-        scores = self.scorer.score({FINISHED: as_list(samples.finished), **columns, **own}, rows)
+        cut = cut_thoughts(self.role, share.prompts, own["completions"], samples.finished)
+        scores = self.scorer.score({FINISHED: as_list(samples.finished), CUT_THOUGHTS: as_list(cut), **columns, **own},
+                                   rows)
         report_failures(scores, rows)
         problems = [[reward for reward, kept in zip(scores.rewards[at : at + count], scores.keep[at : at + count])
                      if kept] for at in range(0, len(rows), count)]

@@ -97,7 +97,7 @@ OLDER_KEYS: dict[str, tuple[Reading, str]] = {
     "log.*.wandb.tags": (_if_was([]), "Instead:  export WANDB_TAGS=…"),
     "machines.*.efficiency": (_if_was(None), _MEASURED),
     "machines.*.host_gb_s": (_if_was(25.0), "Take it out: devices are taken to load from host memory at 25 GB/s."),
-    "name": (_read_name, "Take it out: the file's own name says it."),
+    "name": (_read_name, ""),
     "on_new_weights": (_if_was("continue"), "Take it out: unfinished rows continue with new weights."),
     "paths": (_read_paths, "Instead, by the names of two places:  links: {EAST-WEST: {gb_s: …}}"),
     "paths.*.efficiency": (_if_was(None), _MEASURED),

@@ -293,6 +293,10 @@ def _at(data: Any, path: tuple) -> Any:
     return data
 
 
+_OPTIONS = {"name": "--name NAME", "dag": "DAG", "cluster": "--cluster FILE", "profile": "--profile FIRST:LAST"}
+"""What is said when a run starts, and not in its file."""
+
+
 def _mistake(kind: type[Document], source: YamlSource, item: Any) -> Diagnostic:
     path = tuple(item["loc"])
     name = ".".join(str(part) for part in path)
@@ -306,6 +310,8 @@ def _mistake(kind: type[Document], source: YamlSource, item: Any) -> Diagnostic:
         hint = did_you_mean(path[-1], fields)
         if instead := instead_of(path):
             hint = f"It was removed. {instead}"
+        elif len(path) == 1 and path[0] in _OPTIONS and "steps" in fields:
+            hint = f"It is an option of the command:  distflow run … {_OPTIONS[path[0]]}"
         elif nearest(path[-1], fields) is None and (places := _places_of(kind, path[-1])):
             hint = f"It is a key of {' and of '.join(f'`{place}`' for place in places[:_PLACES])}. {hint}"
         return Diagnostic(f"unknown key `{path[-1]}`", source.location(path, key=True), hint)

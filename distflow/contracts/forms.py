@@ -41,6 +41,12 @@ class Read:
     form: str = ""
     optional: bool = False
     reader: str = ""  # description of the reader, where that is not the function itself
+    of_one: bool = False  # it takes one row of the column, as `answer` of `answers`
+
+    def called(self, columns: Iterable[str]) -> list[str]:
+        """Return the names by which parameters of this one's kind read columns."""
+        singular = {column: name for name, column in PER_SAMPLE.items()} if self.of_one else {}
+        return [singular.get(column, column) for column in columns]
 
 
 @dataclass(frozen=True)
@@ -135,8 +141,8 @@ class RewardContract(Signature):
         if batched and signature.results in (("float",), ("int",), ("bool",)):
             what = f"{who} takes all samples and returns one {signature.results[0]}"
             raise InvalidInput(Diagnostic(what, signature.where, "Return a number for each sample:  -> list[float]"))
-        columns = {read.name: Read(PER_SAMPLE.get(read.name, read.name), forms.get(read.form, ""), read.optional, who)
-                   for read in signature.reads}
+        columns = {read.name: Read(PER_SAMPLE.get(read.name, read.name), forms.get(read.form, ""), read.optional, who,
+                                   not batched) for read in signature.reads}
         marks = getattr(thing, "__distflow_reward__", None)
         return cls(**vars(signature), columns=columns, batched=batched, checked=bool(marks and marks.check))
 

@@ -28,7 +28,7 @@ from distflow.contracts.modules import check_module, module_file
 from distflow.contracts.read import read_contract
 from distflow.contracts.settings import Invalid, check_given
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, shown
-from distflow.plan import FINISHED
+from distflow.plan import CUT_THOUGHTS, FINISHED
 
 KeyPath = tuple[str | int, ...]
 _FORMS = "Write a name, a list of names, or weights:  reward: {math: 1.0, length: 0.2}"
@@ -313,10 +313,10 @@ def _unset_keys(setting: RewardSetting, recipe: Recipe) -> list[Diagnostic]:
 
 
 def _check_columns(spec: Spec, setting: RewardSetting, recipe: Recipe) -> list[Diagnostic]:
-    known = [*PER_SAMPLE.values(), FINISHED, *spec.run.data.columns]
+    known = [*PER_SAMPLE.values(), FINISHED, CUT_THOUGHTS, *spec.run.data.columns]
     return [Diagnostic(f"{setting.label}: {read.reader} reads column `{read.name}`, which the data does not give",
                        setting.location(()),
-                       f"{did_you_mean(read.name, known, 'Columns')}\nIf it is a field of the data:  "
+                       f"{did_you_mean(read.name, read.called(known), 'Columns')}\nIf it is a field of the data:  "
                        f"data: {{columns: [{', '.join([*spec.run.data.columns, read.name])}]}}")
             for read in _columns_of(recipe, spec.rewards) if read.name not in known and not read.optional]
 

@@ -100,6 +100,13 @@ def test_load_refuses_a_removed_key_with_the_line_to_write_instead(tmp_path, tex
         load("grpo", with_lines(tmp_path, text))
 
 
+def test_load_tells_a_run_file_what_is_an_option_of_the_command(tmp_path: Path):
+    with pytest.raises(InvalidInput) as raised:
+        load("grpo", with_lines(tmp_path, "name: mine"))
+    assert [mistake.hint for mistake in raised.value.mistakes] == [
+        "It is an option of the command:  distflow run … --name NAME"]
+
+
 def test_set_reads_older_keys_too():
     spec = load_for_planning("grpo", None, ["data.enable_thinking=false", "all_samples=true", "timeline=true",
                                             "robust.detectors.weight_decay=stop"])

@@ -55,6 +55,19 @@ def planned(tmp_path):
     return planned
 
 
+TWO = """\
+name: two
+roles: {actor: {trained: true}}
+nodes:
+  first: {role: actor, type: MODEL_INFERENCE, function: generate, with: {group_size: 8}}
+  second: {role: actor, type: MODEL_INFERENCE, function: generate, with: {group_size: 8},
+           writes: {responses: r2, rollout_logprobs: l2, versions: v2, completions: c2}}
+  scored: {role: reward, type: COMPUTE, function: score, dependencies: [first]}
+  judged: {role: reward, type: COMPUTE, function: score, dependencies: [second], reads: {completions: c2},
+           writes: {rewards: s2}}
+  advantage: {role: actor, type: COMPUTE, function: group_advantage, dependencies: [scored, judged]}
+  update: {role: actor, type: MODEL_TRAIN, function: policy_update, dependencies: [advantage]}
+"""
 MISTAKES = [
     (8, "maths", "node `a`: there is no reward `maths`", "Did you mean `math`? Rewards: code,"),
     (9, "formt", "node `b`: there is no reward `formt`", "Did you mean `format`?"),
@@ -94,15 +107,29 @@ def test_columns_of_rewards_become_reads_of_the_node(planned, monkeypatch):
     monkeypatch.delitem(sys.modules, "rewards_of_ones_own", raising=False)
     own = {"completions": ("rollout", "list[str]"), "answers": ("source", "list[str]"), "row": ("source", "Tensor"),
            "group": ("source", "Tensor")}
-    assert planned("math") == own
+    assert planned("math") == {**own, "cut_thoughts": ("rollout", "Tensor")}
     assert planned("{passes: {most: 1}}", "tests") == {**own, "tests": ("source", "list[str]")}
     assert planned("{passes: {most: 1}}", "tests, hints") == {
         **own, "tests": ("source", "list[str]"), "hints": ("source", "list[str]")}
-    assert planned("[math, polite]") == {**own, "rollout_logprobs": ("rollout", "Ragged")}
+    assert planned("[math, polite]") == {**own, "cut_thoughts": ("rollout", "Tensor"),
+                                         "rollout_logprobs": ("rollout", "Ragged")}
     assert planned("{length: {cap: 9}}") == {**own, "responses": ("rollout", "Ragged")}
     assert planned("{by: topic, rewards: {a: math, b: {passes: {most: 1}}}}", "tests, topic") == {
-        **own, "topic": ("source", "list[str]"), "tests": ("source", "list[str]")}
+        **own, "cut_thoughts": ("rollout", "Tensor"), "topic": ("source", "list[str]"),
+        "tests": ("source", "list[str]")}
     assert "rewards_of_ones_own" not in sys.modules
+
+
+@pytest.mark.parametrize(("dag", "wanted"), [
+    ("remax", {"baseline": "greedy", "reward": "rollout"}), ("grpo", {"reward": "rollout"}),
+    ("solver_reviser", {"solved": "solve", "revised": "revise"}),
+    ("two", {"scored": None, "judged": None})])
+def test_rewards_read_which_of_their_own_responses_are_cut_off_in_thoughts(tmp_path, dag, wanted):
+    """Two nodes that sample, neither of which renames its column, give it to none."""
+    (tmp_path / "two.yaml").write_text(TWO)
+    made = plan(load(str(tmp_path / "two.yaml") if dag == "two" else dag), 1)
+    assert {task.node: next((read.producer for read in task.reads if read.parameter == "cut_thoughts"), None)
+            for task in made.tasks if task.node in wanted} == wanted
 
 
 def test_a_reward_is_named_with_its_module_and_not_imported(planned, monkeypatch):
@@ -178,6 +205,17 @@ def test_a_column_that_does_not_exist(planned, tmp_path):
     assert "data: {…, columns: [test, tests]}" in text
     with pytest.raises(InvalidInput, match=r"`by` reads column `topic`, which no node writes"):
         planned("{by: topic, rewards: {a: math}}")
+
+
+@pytest.mark.parametrize(("parameters", "meant"), [("completion, answr", "answer"), ("completions, answrs", "answers")])
+def test_a_misspelt_parameter_of_a_reward_is_told_the_name_of_its_kind(planned, tmp_path, monkeypatch, parameters,
+                                                                        meant):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / f"spelt_{meant}.py").write_text(
+        f"from distflow import reward\n\n@reward\ndef near({parameters}): return 1.0\n")
+    for settings in ({"reward": f"'spelt_{meant}:near'"}, {"reward": "math", "validation": f"'spelt_{meant}:near'"}):
+        with pytest.raises(InvalidInput, match=f"Did you mean `{meant}`. Columns: "):
+            planned(**settings, imports="")
 
 
 def test_validation_takes_the_same_forms_and_has_no_nodes(planned):

@@ -39,12 +39,13 @@ _POLL_INTERVAL = 1.0  # seconds between checks of the service that runs the comm
 
 @node(type="MODEL_INFERENCE", repeats="group_size",
       writes=("prompts", "responses", "response_mask", "rollout_logprobs", "versions", "completions",
-              "environment_rewards", "turns", "finished", "keep", "routed_experts"))
+              "environment_rewards", "turns", "finished", "cut_thoughts", "keep", "routed_experts"))
 def run_agent(engine: Any, prompts: Ragged, row: Tensor, *, agent: Agent, group_size: int = 1,
               max_turns: PositiveInt = 16, max_new_tokens: PositiveInt | None = None, max_tokens: PositiveInt = 1024,
               max_prompt_tokens: PositiveInt = 1024, printed_reward: bool = True, seconds: PositiveFloat = 300.0,
               processes: PositiveInt = 16, memory_gib: PositiveFloat = 4.0, **columns: list[str],
-              ) -> tuple[Ragged, Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor, Tensor, Ragged]:
+              ) -> tuple[Ragged, Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor, Tensor, Tensor,
+                         Ragged]:
     """Start the command `agent` `group_size` times for each prompt, up to `processes` at a time. Return the prompt of
     its first request in place of the dataset's, and then what `converse` returns.
 
@@ -73,7 +74,7 @@ def run_agent(engine: Any, prompts: Ragged, row: Tensor, *, agent: Agent, group_
     note_lengths(own_prompts.lengths, torch.tensor([episode.length for episode in episodes], dtype=torch.int64))
     report_episodes(episodes, ids, engine.step, ("agent", agent), None if session.shared else loop.idle)
     report_rewards(episodes, ids // group_size)
-    return (own_prompts, *columns_of(episodes, engine))
+    return (own_prompts, *columns_of(episodes, engine, own_prompts))
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from workers.engines.chat import TurnTemplate
 from workers.engines.role_engines import RoleEngines
 from workers.engines.rollout import Session
 from workers.functions.rewards import all_equal
-from workers.functions.rollout import fingerprint, note_lengths
+from workers.functions.rollout import cut_thoughts, fingerprint, note_lengths
 from workers.functions.trajectory import Recorded, Trajectory, digest_of, recorded_in, rows_of, text_of
 from workers.isolation.env_pool import EnvAnswer, EnvFailure, EnvSettings
 from workers.isolation.env_service import EnvClient, environments_for
@@ -41,16 +41,17 @@ _FAILED_STEPS = 3  # steps in a row in which all trajectories may fail before th
 
 @node(type="MODEL_INFERENCE", repeats="group_size",
       writes=("responses", "response_mask", "rollout_logprobs", "versions", "completions", "environment_rewards",
-              "turns", "finished", "keep", "routed_experts"))
+              "turns", "finished", "cut_thoughts", "keep", "routed_experts"))
 def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: Environment,
              environment_settings: dict | None = None, group_size: int = 1, max_turns: PositiveInt = 4,
              max_new_tokens: PositiveInt | None = None, max_tokens: PositiveInt = 1024,
              observation_role: Literal["user", "tool"] = "user", step_seconds: PositiveFloat = 10.0,
              processes: PositiveInt = 2, memory_gib: PositiveFloat = 4.0, **columns: list[str],
-             ) -> tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor, Tensor, Ragged]:
+             ) -> tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor, Tensor, Tensor, Ragged]:
     """Sample `group_size` conversations with an environment for each prompt: all tokens after the prompt, which of them
-    were sampled, the rewards of the environment, the number of turns, whether they came to their end, whether the
-    environment did not fail, and with `generation.routing_replay` the experts chosen for each token.
+    were sampled, the rewards of the environment, the number of turns, whether they came to their end, whether they
+    were cut off within thoughts, whether the environment did not fail, and with `generation.routing_replay` the experts
+    chosen for each token.
 
     A turn has up to `max_new_tokens`, a whole conversation up to `max_tokens`; one that would be longer ends early. A
     trajectory whose environment fails, or takes longer than `step_seconds`, is not kept. Where the environment begins
@@ -77,7 +78,7 @@ def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: 
     note_lengths(begun.lengths[::group_size], torch.tensor([episode.length for episode in episodes], dtype=torch.int64))
     report_episodes(episodes, ids, engine.step, ("environment", environment), None if session.shared else loop.idle)
     report_rewards(episodes, ids // group_size)
-    found = columns_of(episodes, engine)
+    found = columns_of(episodes, engine, begun)
     return (*found, begun) if kind.starts else found  # type: ignore[return-value]
 
 
@@ -320,19 +321,21 @@ def _tokens(episodes: list[Trajectory]) -> Ragged:
     return Ragged.from_rows([torch.cat([nothing, *(piece.tokens for piece in episode.pieces)]) for episode in episodes])
 
 
-def columns_of(episodes: list[Trajectory], engine: RoleEngines,
-             ) -> tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor, Tensor, Ragged]:
+def columns_of(episodes: list[Trajectory], engine: RoleEngines, prompts: Ragged,
+             ) -> tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor, Tensor, Tensor, Ragged]:
     responses, pieces = _tokens(episodes), [piece for episode in episodes for piece in episode.pieces]
     mask = [torch.full((len(piece.tokens),), piece.sampled and not episode.failure)
             for episode in episodes for piece in episode.pieces]
     logprobs, versions = [piece.logprobs for piece in pieces], [piece.versions for piece in pieces]
     experts = engine.routed_experts([episode.row.experts for episode in episodes], torch.tensor(
         [episode.row.prompt for episode in episodes], dtype=torch.int64), responses.lengths)
+    finished = torch.tensor([episode.finished for episode in episodes], dtype=torch.bool)
+    texts = engine.decode(responses)
     return (responses,  # pyright: ignore[reportReturnType]  # the last column where it is planned
             responses.with_values(torch.cat(mask) if mask else torch.empty(0, dtype=torch.bool)),
             responses.with_values(torch.cat(logprobs) if pieces else torch.empty(0)),
             responses.with_values(torch.cat(versions) if pieces else torch.empty(0, dtype=torch.int32)),
-            engine.decode(responses), torch.tensor([episode.reward for episode in episodes]),
+            texts, torch.tensor([episode.reward for episode in episodes]),
             torch.tensor([episode.turns for episode in episodes], dtype=torch.int64),
-            torch.tensor([episode.finished for episode in episodes], dtype=torch.bool),
+            finished, cut_thoughts(engine, prompts, texts, finished),
             torch.tensor([episode.failure is None for episode in episodes], dtype=torch.bool), *experts)

@@ -11,15 +11,20 @@ from distflow.data.batch import Ragged
 from distflow.telemetry.metrics import current
 from workers.engines.chat import prompt_tokens
 from workers.engines.role_engines import RoleEngines
+from workers.isolation.rewards import ends_in_thoughts
+
+_LONGEST_TAG = 16  # tokens of a tag that opens thoughts, with line ends behind it
 
 
-@node(type="MODEL_INFERENCE", writes=("greedy_responses", "greedy_completions"), samples=True)
+@node(type="MODEL_INFERENCE", samples=True,
+      writes=("greedy_responses", "greedy_completions", "greedy_cut_thoughts"))
 def greedy(engine: RoleEngines, prompts: Ragged, row: Tensor, *,
-           max_new_tokens: PositiveInt | None = None) -> tuple[Ragged, list[str]]:
-    """Generate the greedy answer to each prompt, as tokens and as text."""
+           max_new_tokens: PositiveInt | None = None) -> tuple[Ragged, list[str], Tensor]:
+    """Generate the greedy answer to each prompt, as tokens and as text, and whether it was cut off within thoughts."""
     samples = engine.generate(prompts, row, 1, max_new_tokens, temperature=0.0)
     current().mean_of("greedy/length", samples.tokens.lengths)
-    return samples.tokens, engine.decode(samples.tokens)
+    texts = engine.decode(samples.tokens)
+    return samples.tokens, texts, cut_thoughts(engine, prompts, texts, samples.finished)
 
 
 @node(type="MODEL_INFERENCE", writes="{role}_prompts", row_wise=True, tokenizer_only=True)
@@ -35,12 +40,14 @@ def ask(engine: RoleEngines, *, template: Template, max_prompt_tokens: PositiveI
 
 
 @node(type="MODEL_INFERENCE", repeats="group_size", default_for="actor",
-      writes=("responses", "rollout_logprobs", "versions", "completions", "finished", "routed_experts"))
+      writes=("responses", "rollout_logprobs", "versions", "completions", "finished", "cut_thoughts",
+              "routed_experts"))
 def generate(engine: RoleEngines, prompts: Ragged, row: Tensor, images: Ragged | None = None, *, group_size: int = 1,
-             max_new_tokens: PositiveInt | None = None) -> tuple[Ragged, Ragged, Ragged, list[str], Tensor, Ragged]:
+             max_new_tokens: PositiveInt | None = None,
+             ) -> tuple[Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Ragged]:
     """Sample `group_size` answers to each prompt: tokens, their log-probabilities, the weights' version, the text,
-    whether it came to its end instead of being cut off [B] bool, and with `generation.routing_replay` the experts
-    chosen for each token."""
+    whether it came to its end instead of being cut off [B] bool, whether it was cut off within its thoughts [B] bool,
+    and with `generation.routing_replay` the experts chosen for each token."""
     ids = (row[:, None] * group_size + row.new_tensor(range(group_size))).flatten()
     samples = engine.generate(prompts, ids, group_size, max_new_tokens, images=images)
     metrics, lengths = current(), samples.tokens.lengths
@@ -49,8 +56,19 @@ def generate(engine: RoleEngines, prompts: Ragged, row: Tensor, images: Ragged |
     metrics.add("tokens", lengths.sum())
     metrics.add("response/fingerprint", fingerprint(samples.tokens, ids))
     experts = engine.routed_experts(samples.experts, prompts.lengths.repeat_interleave(group_size), lengths)
+    texts = engine.decode(samples.tokens)
     return (samples.tokens, samples.logprobs, samples.versions,  # pyright: ignore[reportReturnType]  # last if planned
-            engine.decode(samples.tokens), samples.finished, *experts)
+            texts, samples.finished, cut_thoughts(engine, prompts, texts, samples.finished), *experts)
+
+
+def cut_thoughts(engine: RoleEngines, prompts: Ragged, texts: list[str], finished: Tensor) -> Tensor:
+    """Return whether each answer was cut off within thoughts, which may begin at the end of its prompt. All prompts
+    have as many answers, one after the other."""
+    cut, asked = [row for row, ended in enumerate(finished.tolist()) if not ended], prompts.rows
+    ends = engine.decode(Ragged.from_rows([asked[row * len(asked) // len(texts)][-_LONGEST_TAG:] for row in cut]))
+    result = torch.zeros(len(texts), dtype=torch.bool)
+    result[cut] = torch.tensor([ends_in_thoughts(end, texts[row]) for end, row in zip(ends, cut)], dtype=torch.bool)
+    return result
 
 
 def note_lengths(prompts_P: Tensor, responses_B: Tensor) -> None:

@@ -32,7 +32,7 @@ from distflow.contracts.forms import RewardContract
 from distflow.contracts.rewards import SHIPPED, RewardSetting, Term, read_recipe, reward_settings
 from distflow.data.problems import answer_text
 from distflow.errors import Diagnostic, DistflowError, InvalidInput, Location, shown
-from distflow.plan import FINISHED
+from distflow.plan import CUT_THOUGHTS, FINISHED
 from distflow.telemetry.processes import spawn
 from distflow.telemetry.tracebacks import users_line
 from workers.isolation.rewards_pool import FailedSample
@@ -138,7 +138,8 @@ def prove_behind(spec: Spec, records: FirstRecords, opening: str) -> Iterator[Fa
 def _trials(spec: Spec, setting: RewardSetting, records: FirstRecords, opening: str = "") -> Iterator[_RewardTrial]:
     """Yield each reward of a recipe whose columns the data has, with the records that it is for."""
     recipe, _ = read_recipe(setting.value)
-    known = {"completions", "answers", "questions", "responses", "row", FINISHED, *records.data.columns}
+    known = {"completions", "answers", "questions", "responses", "row", FINISHED, CUT_THOUGHTS,
+             *records.data.columns}
     if recipe.by and recipe.by not in records.data.columns:
         return
     for value, terms in recipe.branches.items():
@@ -356,4 +357,4 @@ def _columns(records: FirstRecords) -> Columns:
     own = {name: [answer_text(row[name]) if name in row else "" for row in records.rows]
            for name in records.data.columns}
     return {"answers": records.answers, "questions": records.questions, "row": [*range(len(records))],
-            FINISHED: [True] * len(records), **own}
+            FINISHED: [True] * len(records), CUT_THOUGHTS: [False] * len(records), **own}

@@ -85,7 +85,8 @@ class Moody(Echo):
         turn = super().step(text)
         return Turn(f"{turn.observation} again {STARTED}", turn.done, turn.reward)
 '''
-COLUMNS = ("responses", "mask", "logprobs", "versions", "completions", "rewards", "turns", "finished", "keep")
+COLUMNS = ("responses", "mask", "logprobs", "versions", "completions", "rewards", "turns", "finished",
+           "cut_thoughts", "keep")
 
 
 @pytest.fixture(autouse=True)

@@ -3,11 +3,13 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from reported import reported
 
+from distflow.data.batch import Ragged
 from workers.engines.chat import prompt_tokens
 from workers.engines.embedded import build_tokenizer
-from workers.functions.rollout import ask
+from workers.functions.rollout import ask, cut_thoughts
 
 
 @pytest.fixture
@@ -15,6 +17,17 @@ def role():
     yield SimpleNamespace(name="reviser", tokenizer=build_tokenizer(["a question and an answer"]),
                           template_options={})
     reported()
+
+
+def test_cut_thoughts_begin_at_the_end_of_a_prompt(role):
+    role.decode = lambda column: [role.tokenizer.decode(row) for row in column.rows]
+    opened, plain = (Ragged.from_rows([torch.tensor(role.tokenizer.encode(text))]).rows[0]
+                     for text in ("one? " * 20 + "<think>\n", "<think> one?"))
+    texts = ["so", "so</think>5", "so", "so", "<think>so", "so"]
+    finished = torch.tensor([False, False, True, False, False, False])
+    found = cut_thoughts(role, Ragged.from_rows([opened, plain]), texts, finished)
+    assert found.tolist() == [True, False, False, False, True, False]
+    assert cut_thoughts(role, Ragged.from_rows([opened]), texts[:3], ~finished[1:4]).tolist() == [False, False, False]
 
 
 def test_each_row_is_asked_about_its_own_columns(role):

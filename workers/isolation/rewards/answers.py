@@ -14,19 +14,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from workers.isolation.rewards.arithmetic import computable, equal, proportional
-from workers.isolation.rewards.latex import (
-    CURRENCIES,
-    FUNCTIONS,
-    IDEOGRAPHS,
-    Expression,
-    NotUnderstood,
-    Token,
-    differ,
-    expression,
-    is_unit,
-    tokens,
-    units_of,
-)
+from workers.isolation.rewards.latex import FUNCTIONS, IDEOGRAPHS, Expression, NotUnderstood, Token, expression, tokens
+from workers.isolation.rewards.quantities import CURRENCIES, NO_UNITS, SHORT_UNITS, differ, is_unit, units_of
 
 _OPENERS, _ENDS = ("(", "[", r"\{", r"\langle", "{"), (")", "]", r"\}", r"\rangle", "}")
 _EQUAL, _ORDER = ("=", r"\in", r"\approx"), {"<": ">", r"\le": r"\ge", ">": "<", r"\ge": r"\le", r"\ne": r"\ne"}
@@ -35,15 +24,6 @@ _JOINS = (",", ";", "and", "or", r"\land", r"\lor", r"\wedge", r"\vee")
 _OF_NAMES = (r"\overline", r"\angle", r"\triangle", r"\vec", r"\overrightarrow", r"\widehat", r"\hat", "|", "'", "(",
              ")", "{", "}", "[", "]", ",", "_", ":", "-")
 SHORT_WORDS = frozenset(["yes", "no", "odd", "red"])
-_SHORT_UNITS = frozenset([
-    "cm", "mm", "km", "ft", "in", "yd", "mi", "kg", "mg", "lb", "oz", "ml", "mL", "hr", "am", "pm"])
-NO_UNITS = frozenset([
-    "or", "not", "no", "never", "but", "is", "are", "was", "were", "plus", "minus", "add", "added", "subtracted",
-    "divided", "multiplied", "modulo", "mod", "twice", "thrice", "double", "triple", "wrong", "incorrect", "false",
-    "itself", "squared", "cubed", "power", "root", "factorial", "half", "halves", "quarter", "quarters", "third",
-    "thirds", "fourths", "fifth", "fifths", "sixths", "sevenths", "eighths", "ninths", "tenth", "tenths", "hundredth",
-    "hundredths", "thousandth", "thousandths", "dozen", "dozens", "hundreds", "thousands", "millions", "billions"])
-"""Words behind a number that change its meaning."""
 _RELATING = NO_UNITS | frozenset([
     "and", "if", "when", "where", "for", "than", "least", "most", "times", "any", "every"])
 _OF_UNITS = ("^", "2", "3", "{", "}", "/", "per", r"\%")
@@ -252,7 +232,8 @@ def _spread(given: list[Token]) -> list[Token]:
         plain = re.fullmatch(r"[A-Za-z\s.'-]*", token.text) and any(
             len(name) > 1 and name not in ("and", "or") and not _ROMAN.fullmatch(name) for name in names)
         joined = token.kind == "text" and token.text.strip().casefold() in _JOINS
-        found += [token] if token.kind != "text" or plain or joined else tokens(token.text)
+        unit = bool(found) and token.text.strip() in SHORT_UNITS
+        found += [token] if token.kind != "text" or plain or joined or unit else tokens(token.text)
     return found
 
 
@@ -425,7 +406,7 @@ def _single(given: list[Token]) -> Answer:
     if len(given) == 1 and given[0].kind == "word" and len(given[0].text) > 1 and given[0].text.isupper():
         return Answer("words", text=given[0].text)
     bare = _without_units(given)
-    unit = "".join(token.text.strip() for token in given[len(bare) :] if token.kind in ("text", "word"))
+    unit = " ".join(token.text.strip() for token in given[len(bare) :] if token.kind in ("text", "word"))
     text = "".join(texts) if all(token.kind in ("word", "text") for token in given) else ""
     values = _without_signs(_without_degrees(expression(bare)))
     found = [Answer("value", node=value, text=text, unit=unit) for value in values]
@@ -514,7 +495,7 @@ def _is_unit(given: list[Token], at: int) -> bool:
         return not _RELATING & {*re.findall(r"[a-z]+", token.text.lower())} and token.text.strip() not in FUNCTIONS
     if token.kind != "word" or token.text in FUNCTIONS | {"sqrt", "pi", "infinity"}:
         return False
-    if token.text in _SHORT_UNITS:
+    if token.text in SHORT_UNITS and len(token.text) > 1:
         return not token.close or given[at - 1].kind == "number"
     return len(token.text) > 2 and not token.close and not _RELATING & {*re.findall(r"[a-z]+", token.text.lower())}
 

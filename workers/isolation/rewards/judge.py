@@ -52,9 +52,10 @@ _SCORE = re.compile(
     r"(?P<line>^\W*)?\b(?:(?:final|overall|total)\s+)?(?:score|rating|grade)[\"']?"
     rf"\s*(?:[:：=]|\bis\b|\n|(?=[ \t]+[\d./%]+\s*$))\s*[\"'\[(]*{_NUMBER}", re.IGNORECASE | re.MULTILINE)
 _ALONE = re.compile(rf"\W*?{_NUMBER}\W*")
-_OBJECT = re.compile(r"(?:\A|```\w*\s)\s*(\{.*\})\s*(?:```\s*)?\Z", re.DOTALL)
+_OBJECT = re.compile(r"(?:\A|```\w*\s)\s*(\[?\s*\{.*\})[\s\]]*(?:```\s*)?\Z", re.DOTALL)
+_JSON = json.JSONDecoder(strict=False)
 _KEY = re.compile(r"(?:(?:final|overall|total)[_ ])?(?:score|rating|grade)", re.IGNORECASE)
-"""The JSON object that a reply is, or ends with in a fence, and the key that has the score in it."""
+"""The JSON objects that a reply is, or ends with in a fence, and the key that has the score in it."""
 
 
 def _wrong(prompt: str = PROMPT, score: str | None = None, cache: str | None = None, max_calls: int | None = None,
@@ -119,7 +120,7 @@ async def judge(completion: str, answer: str, question: str, *,
 def _read_score(reply: str, highest: float) -> float:
     """Return the share of the highest score that a judge gives; raise ValueError if it gives none, or several."""
     said = behind_thoughts(reply) or ""
-    scores = [value for key, value in _object(said).items() if _KEY.fullmatch(key)]
+    scores = [value for found in _objects(said) for key, value in found.items() if _KEY.fullmatch(key)]
     if scores:
         said = " and ".join(["It says", *(f"score: {score}" for score in scores)])
     plain = _MARKUP.sub(" ", _CELL.sub(r"\1: ", _BOX.sub(lambda found: f" {found[1] or found[2]} ", said)))
@@ -136,11 +137,14 @@ def _read_score(reply: str, highest: float) -> float:
     return values[0]
 
 
-def _object(said: str) -> dict[str, Any]:
-    """Return the JSON object that a judge answers; an empty one if it answers otherwise."""
+def _objects(said: str) -> list[dict[str, Any]]:
+    """Return the JSON objects that a judge answers; none if it answers otherwise."""
+    text, at, objects = found[1] if (found := _OBJECT.search(said)) else "", 0, []
     with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(found[1], strict=False) if (found := _OBJECT.search(said)) else {}
-    return {}
+        while (at := text.find("{", at)) >= 0:
+            value, at = _JSON.raw_decode(text, at)
+            objects.append(value)
+    return objects
 
 
 def _share(number: tuple[str | None, ...], highest: float) -> float:

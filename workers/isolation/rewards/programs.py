@@ -81,7 +81,7 @@ class _Streams(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """Test of a function by its name. Any of `results` is right."""
+    """Test of a function by its name. Any of `results` may be meant."""
 
     name: str
     arguments: list[Any]
@@ -105,7 +105,7 @@ def _parts(program: str) -> list[ast.AST]:
 
 
 @reward(timeout=120.0, reference=_solution)
-def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
+def code(completion: str, tests: str, cut_thoughts: bool = False, *, seconds: PositiveFloat = 10.0,
          memory_mib: Annotated[int, Field(ge=32)] = 512,  # below it no interpreter starts
          partial: bool = False, network: Literal["deny", "allow"] = "deny",
          files: Literal["deny", "allow"] = "deny") -> float:
@@ -122,7 +122,7 @@ def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
     decimal point may be written otherwise, and one with a fraction may differ by 1e-6, or if it is below 1 by a
     millionth of it. With `fn_name`, as in APPS and LiveCodeBench, that function, or method of the class `Solution`, is
     called with JSON, an argument in each line or a list of all. A program that does not compile, raises or exceeds a
-    limit fails.
+    limit fails, and so do thoughts that are cut off.
 
     A cheating program can find Python tests in its own process; it never sees the outputs of JSON tests.
 
@@ -138,7 +138,7 @@ def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
         OSError: a sandbox could not be created or ended. The sample is retried, then left out.
     """
     run = functools.partial(run_python, seconds=seconds, memory_mib=memory_mib, network=network, files=files)
-    return _graded(program_of(completion), tests, run, partial, _RUNS * seconds)
+    return _graded("" if cut_thoughts else program_of(completion), tests, run, partial, _RUNS * seconds)
 
 
 def _graded(program: str, tests: str, run: Callable[..., Outcome], partial: bool, seconds: float) -> float:
@@ -222,6 +222,7 @@ def _blocks(text: str) -> list[tuple[str, str]]:
 def _run_tests(program: str, tests: str, run: Callable[..., Outcome], separately: bool) -> Iterator[bool]:
     """Yield the result of each test. Python tests run together in one process, unless `separately`."""
     cases = _cases(tests)
+    readings = {*range(max((len(case.results) for case in cases if isinstance(case, _Call)), default=0))}
     python = [case for case in cases if isinstance(case, str)]
     for text in python if separately else filter(None, ["\n".join(python)]):
         token = secrets.token_hex(16)
@@ -233,25 +234,29 @@ def _run_tests(program: str, tests: str, run: Callable[..., Outcome], separately
             lines, wanted = _lines(outcome.stdout), _lines(case.output)
             yield outcome.ok and len(lines) == len(wanted) and all(map(_is_line, lines, wanted))
         elif isinstance(case, _Call):
-            yield _returns(program, case, run)
+            right = readings & _returned(program, case, run)
+            readings = right or readings  # which of its results is meant is the same in all tests
+            yield bool(right)
 
 
 def _room(wanted: str) -> int:
     return max(_WIDEST, len(wanted.encode(errors="replace")) // 512)
 
 
-def _returns(program: str, case: _Call, run: Callable[..., Outcome]) -> bool:
-    """Return whether a function of a program, or a method of its class `Solution`, returns what is wanted."""
+def _returned(program: str, case: _Call, run: Callable[..., Outcome]) -> set[int]:
+    """Return which of the results a function of a program, or a method of its class `Solution`, returns."""
     token = secrets.token_hex(16)
     imports = [f"from {name} import *" for name in _MODULES] + [f"import {name}" for name in _MODULES]
     source = _CALLER.format(program=program, name=case.name, imports=imports)
     outcome = run(source, f"{token}\n{case.arguments!r}\n",
                   output_kib=_room(json.dumps(case.results[0])))
     printed = outcome.stdout.rpartition("\n")[2]
+    if not outcome.ok or not printed.startswith(token):
+        return set()
     with contextlib.suppress(ValueError, RecursionError):
-        return outcome.ok and printed.startswith(token) and any(
-            _is_result(json.loads(printed.removeprefix(token)), wanted) for wanted in case.results)
-    return False
+        result = json.loads(printed.removeprefix(token))
+        return {index for index, wanted in enumerate(case.results) if _is_result(result, wanted)}
+    return set()
 
 
 def _is_result(result: Any, wanted: Any) -> bool:
@@ -339,7 +344,8 @@ def _case(case: Any) -> _Streams | _Call | None:
 
 def _call(name: str, given: str | list[Any], wanted: Any) -> _Call:
     """Return a call. A text has the JSON of an argument in each line, and the result is JSON, too. Many results of APPS
-    are a list of the one that is meant; where each test has such a list, what is in it is right, too."""
+    are a list of the one that is meant, and its harness takes both; where each test has such a list, what is in it is
+    right in all of them, too."""
     if isinstance(given, str):
         try:
             wanted = json.loads(wanted) if isinstance(wanted, str) else wanted

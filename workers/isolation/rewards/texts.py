@@ -15,8 +15,9 @@ from distflow.contracts.decorators import Regex, reward
 from distflow.errors import InvalidInput
 from distflow.telemetry.metrics import current
 from workers.isolation.rewards import behind_thoughts
-from workers.isolation.rewards.answers import NO_UNITS, SHORT_WORDS, parse_whole, readings, same, spelling
-from workers.isolation.rewards.latex import CURRENCIES, FULL_WIDTH, IDEOGRAPHS, differ, is_unit, units_of
+from workers.isolation.rewards.answers import SHORT_WORDS, parse_whole, readings, same, spelling
+from workers.isolation.rewards.latex import FULL_WIDTH, IDEOGRAPHS
+from workers.isolation.rewards.quantities import CURRENCIES, NO_UNITS, SHORT_UNITS, differ, is_unit, units_of
 
 MARK = "####"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w])")
@@ -33,10 +34,7 @@ _AFTER = re.compile(rf"[\w\s.,;:'’{CURRENCIES}%/&-]*(?:(?<=[^\W\d_])!)?")
 _OPERATOR = re.compile(r"\s[-/&]|[-/&](?:\s|$)|^&|^[-/](?![^\W\d_]{3})")
 """Operators after a number that are not part of a word, unlike `km/h` and `24-year-old`."""
 _WORD = re.compile(r"[^\W\d_]+")
-_UNITS = frozenset([
-    "g", "m", "s", "h", "l", "L", "C", "F", "W", "V", "J", "N", "cm", "mm", "km", "nm", "ms", "kg", "mg", "lb", "oz",
-    "ft", "in", "mi", "yd", "ml", "mL", "cl", "dL", "hr", "Hz", "kW", "ha", "pm", "am"])
-_SHORT = _UNITS | frozenset([
+_SHORT = SHORT_UNITS | frozenset([
     "a", "A", "I", "an", "at", "be", "by", "go", "he", "He", "if", "If", "in", "In", "is", "it", "It", "my", "of",
     "on", "On", "per", "so", "So", "to", "To", "up", "us", "US", "we", "We"])
 """Words of one or two letters that may stand beside a number; others are the names of variables."""
@@ -174,7 +172,7 @@ def reference_number(text: str) -> Number | None:
     bare = IDEOGRAPHS.sub(" ", _without_markup(_TEXT.sub(" ", text[:_LONGEST])))
     glued = re.search(r"[0-9]([^\W\d_]+)", re.sub(r"(?<=[0-9])[eE](?=[-+]?[0-9])", "", bare))
     words = _WORD.findall(re.sub(r"(?<=[0-9])[eE](?=[-+]?[0-9])", "", bare))
-    if "(" in bare or (glued and len(glued[1]) < 2) or (glued and glued[1] not in _UNITS):
+    if "(" in bare or (glued and len(glued[1]) < 2) or (glued and glued[1] not in SHORT_UNITS):
         return None
     if any(len(word) == 1 or (len(word) == 2 and word not in _SHORT) for word in words):
         return None
@@ -297,8 +295,10 @@ def references_of(answer: str) -> list[str]:
     return [answer]
 
 
-def _without_a_process(completion: str, answer: str, *, strict: bool = True) -> float | None:
+def _without_a_process(completion: str, answer: str, cut_thoughts: bool = False, *,
+                       strict: bool = True) -> float | None:
     """Return what `math` gives where it has only numbers to compare; None where it must compute."""
+    completion = "" if cut_thoughts else completion
     verdicts = [_of_numbers(completion, reference, strict) for reference in references_of(answer)]
     verdict = 1.0 if 1.0 in verdicts else None if None in verdicts else 0.0
     if verdict is not None:
@@ -355,19 +355,21 @@ def _boxed(answer: str, *, strict: bool = True) -> str:
 
 
 @reward(timeout=10.0, shortcut=_without_a_process, reference=_boxed)
-def math(completion: str, answer: str, *, strict: bool = True) -> float:
+def math(completion: str, answer: str, cut_thoughts: bool = False, *, strict: bool = True) -> float:
     """Return 1.0 if the completion's final answer equals the reference's, else 0.0.
 
-    The final answer follows the thoughts (`</think>`). It is in the last `\\boxed{}` or behind the last `####` (GSM8K),
-    whichever comes later, or in the last `<answer>`; without these, and if the reference has no `####` too, it is the
-    whole text, or its last sentence. Where the reference is a number, the answer must be one (see `number`), compared
-    exactly: `50%` answers 50 and 0.5, and each of them answers `50%`; `1/2` answers 0.5, but `48/2` does not answer 24.
-    Formulas, lists, sets, intervals, equations, matrices and words are compared by value, if both are understood whole
-    (see `answers`); else only the same text is right. Of a reference that is a list of texts, such as `["4", "four"]`,
-    each is right. `answers.jsonl` and `references.jsonl` in `tests/workers/isolation/rewards` list verdicts.
+    The final answer follows the thoughts (`</think>`); thoughts that are cut off have none. It is in the last
+    `\\boxed{}` or behind the last `####` (GSM8K), whichever comes later, or in the last `<answer>`; without these, and
+    if the reference has no `####` too, it is the whole text, or its last sentence. Where the reference is a number, the
+    answer must be one (see `number`), compared exactly: `50%` answers 50 and 0.5, and each of them answers `50%`; `1/2`
+    answers 0.5, but `48/2` does not answer 24. Formulas, lists, sets, intervals, equations, matrices and words are
+    compared by value, if both are understood whole (see `answers`); else only the same text is right. Of a reference
+    that is a list of texts, such as `["4", "four"]`, each is right. `answers.jsonl` and `references.jsonl` in
+    `tests/workers/isolation/rewards` list verdicts.
 
     `strict: false` also accepts an expression that equals the number, as `13-7` for 6, and a completion's last number.
     """
+    completion = "" if cut_thoughts else completion
     verdict = _without_a_process(completion, answer, strict=strict)
     if verdict is not None:
         return verdict

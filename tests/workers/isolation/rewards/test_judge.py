@@ -74,6 +74,9 @@ def test_judge_reads_and_clamps_its_score(server, said, expected):
     ("Score: +8", 0.8), ("Score: 8,5", 0.85), ("Score: 7 or 8", None), ("Grade 8 pupils write so. Score: 3", 0.3),
     ("Score: N = 8", None), ("Score: 0-10", None), ("Score: 0 to 10", None), ("Grade: A", None), ("", None),
     ("<think>Perhaps Score: 10, but", None), ("First I thought score: 3, but the score is 8", None),
+    ('{"score": 8} and {"score": 2}', None), ('[{"score": 8}, {"score": 2}]', None), ('[{"score": 8}]', 0.8),
+    ('{"score": 8}\n{"score": 2}', None), ('{"score": 8} and {"score": 8}', 0.8), ("As score: 8 or score: 2", None),
+    ('```json\n{"score": 8}\n```\nor\n```json\n{"score": 2}\n```', None), ("Score: 8\nScore: 2", 0.2),
     ("[[3]] or [[8]]", None), ("The answer misuses `<think>` tags. Score: 3", 0.3),
     ("It opens with a <think> block and never ends it.\nScore: 8", 0.8), ("\n<think>Score: 10", None)])
 def test_judge_reads_scores_in_many_spellings(said, expected):

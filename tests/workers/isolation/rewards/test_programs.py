@@ -156,6 +156,21 @@ def test_what_a_function_returns_is_compared(program, result, right):
     assert code(f"```python\n{program}\n```", json.dumps(tests)) == right
 
 
+@pytest.mark.parametrize(("body", "right", "share"), [
+    ("return [by]", 1.0, 1.0), ("return by", 1.0, 1.0), ("return by if by == 3 else [by]", 0.0, 0.5),
+    ("return [by] if by == 3 else by", 0.0, 0.5), ("return [[by]]", 0.0, 0.0), ("return by, by", 0.0, 0.0),
+    ("raise ValueError", 0.0, 0.0)])
+def test_lists_of_one_result_mean_the_same_in_all_tests(body, right, share):
+    """The harness of APPS takes a list's item for the list, in each test by itself."""
+    tests = json.dumps({"fn_name": "f", "inputs": [[3], [4]], "outputs": [[3], [4]]})
+    assert (code(f"def f(by): {body}", tests), code(f"def f(by): {body}", tests, partial=True)) == (right, share)
+
+
+def test_a_program_that_fails_does_not_return_none():
+    tests = json.dumps([{"fn_name": "f", "input": "3", "output": "null"}])
+    assert (code("def f(by): pass", tests), code("def f(by): raise ValueError", tests)) == (1.0, 0.0)
+
+
 def test_tests_together_end_before_the_reward_does():
     """Or a program that never ends would be left out instead of earning 0."""
     tests = json.dumps([{"input": "", "output": "1"}, *[{"input": "x", "output": "2"}] * 60])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import InvalidInput
+from workers.isolation.rewards import ends_in_thoughts
 from workers.isolation.rewards.answers import parse_whole, same
 from workers.isolation.rewards.texts import (  # noqa: A004
     _boxed,
@@ -97,6 +99,25 @@ def test_huge_answers_are_judged_exactly_or_refused_in_bounded_time(left, right,
     answers = parse_whole(left), parse_whole(right)
     assert (None not in answers and same(*answers)) == equal
     assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize(("prompt", "said", "cut"), [
+    ("user\n<think>\n", "it may be \\boxed{5}, but", True),
+    ("user\n<think>\n", "so</think>It is \\boxed{5}, as", False),
+    ("user\n<think>\n\n</think>\n\n", "It is \\boxed{5}, as", False),
+    ("Use <think>.\nassistant\n", "It is \\boxed{5}", False),
+    ("", "<think>it may be \\boxed{5}, but", True), ("", "Well. <think>it may be \\boxed{5}", True),
+    ("<think>", "a</think>call\nuser\n12\nassistant\n<think>\nso \\boxed{5}", True),  # a later turn of a conversation
+    ("[THINK]", "\\boxed{5}", True), ("", "[THINK]a[/THINK]\\boxed{5}", False), ("<seed:think>", "\\boxed{5}", True),
+    ("<|start|>assistant", "<|channel|>analysis<|message|>\\boxed{5}", True),
+    ("", "<|channel|>analysis<|message|>a<|start|>assistant<|channel|>final<|message|>\\boxed{5}", False)])
+def test_an_answer_within_thoughts_that_are_cut_off_is_none(prompt, said, cut):
+    """verifiers#213: tags by DeepSeek-R1's, Qwen3's, Magistral's, Seed-OSS's and gpt-oss's templates."""
+    assert ends_in_thoughts(prompt, said) == cut
+    for answer, strict in itertools.product(("5", "#### 5", "\\frac{10}{2}", "x + 5"), (True, False)):
+        assert math(said, answer, True, strict=strict) == 0
+        assert not _without_a_process(said, answer, True, strict=strict)
+    assert cut or math(said, "5") == 1.0
 
 
 def test_references_that_nobody_can_match_are_named():
