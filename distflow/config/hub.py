@@ -161,7 +161,7 @@ def _data_files(name: HubName) -> list[str]:
         files = list_repo_files(name.repository, repo_type="dataset", revision=name.revision)
     except (OSError, RuntimeError, httpx2.HTTPError):
         return []
-    return [file for file in files if file.endswith((".jsonl", ".json", ".parquet"))]
+    return [file for file in files if file.endswith((".jsonl", ".json", ".csv", ".parquet"))]
 
 
 def data_set_line(name: str, folder: Path) -> str:

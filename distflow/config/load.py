@@ -300,7 +300,7 @@ def _check_data(spec: Spec) -> None:
         found, hub = spec.data_path(name), on_hub(name, "data", spec.folder)
         if found is None:
             what = str(fetched(hub)) if hub else f"there is no data `{name}`"
-            hint = "Give a .jsonl or .parquet file, a folder that `datasets` saved, or a file of a data set on the " \
+            hint = "Give a .jsonl, .json, .csv or .parquet file, a folder that `datasets` saved, or a file on the " \
                    "Hugging Face hub, as hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet"
             meant = nearest_file(name, "data", spec.folder) if not hub else None
             hint = f"Did you mean `{meant}`?\n{hint}" if meant else data_set_line(name, spec.folder) or hint

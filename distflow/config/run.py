@@ -236,7 +236,7 @@ _OF_TOKENIZER = ("add_generation_prompt", "continue_final_message", "tokenize", 
 
 
 class Data(Document):
-    """The training set: a .jsonl or .parquet file, a folder that `datasets` saved, or a file on the hub, such as
+    """The training set: a JSON, CSV or Parquet file, a folder that `datasets` saved, or a file on the hub, such as
     hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet."""
 
     train: dict[str, PositiveFloat] = Field(min_length=1)

@@ -20,7 +20,7 @@ START_MODEL = "arithmetic_sft"
 
 FOLDERS = {"DAG": "", "run file": "runs", "cluster": "clusters"}
 """Folder of a kind of shipped files below `dags/`."""
-_SUFFIXES = {**dict.fromkeys(FOLDERS, (".yaml", ".yml")), "data": (".jsonl", ".json", ".parquet")}
+_SUFFIXES = {**dict.fromkeys(FOLDERS, (".yaml", ".yml")), "data": (".jsonl", ".json", ".csv", ".parquet")}
 _TOP_LEVEL = re.compile(r"^(\w+)[ \t]*:", re.MULTILINE)
 
 

@@ -1,14 +1,12 @@
-"""Datasets: records by index from JSON lines, Parquet or a `datasets` folder, with their checks and images.
+"""Datasets: records by index from JSON, CSV, Parquet or a `datasets` folder, with their checks and images.
 
 Opening reads an index only; a record is read when it is asked for. Images are files beside the data, or bytes in it.
 """
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import io
-import json
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -40,6 +38,7 @@ from distflow.data.problems import (
     question_error,
     tools_error,
 )
+from distflow.data.text_records import CsvRecords, JsonRecords
 from distflow.errors import Diagnostic, InvalidInput, Location, abbreviated, did_you_mean, listing
 
 
@@ -93,9 +92,6 @@ _R = TypeVar("_R")
 _FILLED = "text that is not empty"
 _SHOWN = 10
 _BLOCK = 1024
-_SCANNED = 2**26  # bytes in which line ends are looked for at a time
-_BLANK = 64
-"""A line longer than this counts as a record without a look whether it is blank."""
 
 
 class Records(Protocol):
@@ -109,7 +105,7 @@ class Records(Protocol):
 
 
 def open_records(path: Path, data: Data | None = None) -> Records:
-    """Open a .jsonl or .parquet file, or a folder that `datasets` saved; `data` names the fields that its records are
+    """Open a JSON, CSV or Parquet file, or a folder that `datasets` saved; `data` names the fields that its records are
     to have. Raises `InvalidInput` if it has no records."""
     def opened() -> Records:
         records = _open_file(path)
@@ -140,7 +136,8 @@ _PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"
 
 
 def _open_file(path: Path) -> Records:
-    kinds = {".jsonl": JsonLines, ".ndjson": JsonLines, ".json": JsonLines, ".parquet": Parquet}
+    kinds = {**dict.fromkeys((".jsonl", ".ndjson", ".json"), JsonRecords), ".csv": CsvRecords, ".tsv": CsvRecords,
+             ".parquet": Parquet}
     kind: type[Records] | None = SavedFolder if path.is_dir() else kinds.get(path.suffix.lower())
     try:
         start = b"" if path.is_dir() else path.open("rb").read(6)
@@ -149,15 +146,11 @@ def _open_file(path: Path) -> Records:
             return kind(path)  # type: ignore[call-arg]
     except OSError as error:
         raise InvalidInput(Diagnostic(f"it cannot be read: {error.strerror or error}", Location(str(path)))) from None
-    hint = "Known are .jsonl, .parquet and folders that `datasets` saved."
+    hint = "Known are .jsonl, .json, .csv, .parquet and folders that `datasets` saved."
     if packed:
         bare = path.with_suffix("")
         other = bare if bare.suffix in kinds else path.with_stem(f"{path.stem}-unpacked")
         hint = f"Unpack it:  {packed} -dc {shlex.quote(str(path))} > {shlex.quote(str(other))}"
-    elif path.suffix == ".csv":
-        program = f"import pandas; pandas.read_csv({str(path)!r}, dtype=str, keep_default_na=False).to_json(" \
-                  f"{str(path.with_suffix('.jsonl'))!r}, orient='records', lines=True)"  # 007 and NA are texts
-        hint += f"\nInstead:  python -c {shlex.quote(program)}"
     what = f"it is packed by {packed}" if packed else f"unknown kind of data: `{path.suffix or path.name}`"
     raise InvalidInput(Diagnostic(what, Location(str(path)), hint))
 
@@ -385,111 +378,6 @@ def _requirement(record: Record, name: str, fields: RequiredFields) -> str:
     if not fields.images and has_other_parts(value):
         return ONLY_TEXT
     return question_error(value) if name == fields.question else answer_error(value, name in fields.imitated)
-
-
-class JsonLines:
-    """Dataset of a JSON object in each line. Raises InvalidInput: the file is one JSON document, or in UTF-16."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        data = numpy.memmap(path, dtype=numpy.uint8, mode="r") if path.stat().st_size else numpy.empty(0, numpy.uint8)
-        ends = [numpy.flatnonzero(data[start : start + _SCANNED] == ord("\n")) + (start + 1)
-                for start in range(0, len(data), _SCANNED)]
-        edges = numpy.unique(numpy.concatenate([[0], *ends, [len(data)]]))
-        kept = numpy.diff(edges) > _BLANK
-        for line in numpy.flatnonzero(~kept):
-            kept[line] = bool(bytes(data[edges[line] : edges[line + 1]]).strip())
-        lines = numpy.flatnonzero(kept)
-        self.spans = numpy.stack([lines + 1, edges[lines], edges[lines + 1]], 1).astype(numpy.int64)
-        if bytes(data[:2]) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            raise InvalidInput(Diagnostic("not UTF-8: it begins as UTF-16 does", Location(str(path)),
-                                          self._iconv("UTF-16")))
-        if len(self) and self._is_document():
-            other = path.with_name(f"{path.stem}{'-lines' * (path.suffix == '.jsonl')}.jsonl")
-            program = f"import json; read = json.load(open({str(path)!r}, encoding='utf-8')); print(*map(json.dumps, " \
-                      "read if isinstance(read, list) else [read]), sep='\\n')"
-            raise InvalidInput(Diagnostic("this is one JSON document, and data is read as JSON lines: an object in "
-                                          "each line", self.location(0),
-                                          f"Instead:  python -c {shlex.quote(program)} > {shlex.quote(str(other))}"))
-
-    def _is_document(self) -> bool:
-        """Return whether the file is one list, which begins in its first line, or an object that does not end there."""
-        with self.path.open("rb") as file:
-            _, start, end = self.spans[0].tolist()
-            first = _bytes(file, start, min(start + _BLANK, end)).removeprefix(codecs.BOM_UTF8).strip()
-            ends = _bytes(file, max(start, end - _BLANK), end).rstrip().endswith(b"]")
-        return first == b"{" or (first.startswith(b"[") and (len(self) == 1 or not ends))
-
-    def __len__(self) -> int:
-        return len(self.spans)
-
-    def location(self, index: int) -> Location:
-        line, start, end = self.spans[index].tolist()
-        with self.path.open("rb") as file:
-            return Location(str(self.path), line, text=_text(file, start, end))
-
-    def get(self, indices: Sequence[int]) -> list[Record]:
-        with self.path.open("rb") as file:
-            return [self._read(file, index) for index in indices]
-
-    def _read(self, file: Any, index: int) -> Record:
-        line, start, end = self.spans[index].tolist()
-        try:
-            text = _bytes(file, start, end).decode().removeprefix("\ufeff").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise self._not_utf8(line, error) from None
-        try:
-            record = json.loads(text, object_pairs_hook=_object)
-        except json.JSONDecodeError as error:
-            location = Location(str(self.path), line, error.pos + 1, 1, text)
-            raise InvalidInput(Diagnostic(f"not valid JSON: {error.msg}", location,
-                                          self._why_malformed(index, error))) from None
-        except (ValueError, RecursionError) as error:  # too long a number, a key that stands twice; too deep
-            what = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
-            raise InvalidInput(Diagnostic(f"this record cannot be read: {what}",
-                                          Location(str(self.path), line, text=text))) from None
-        if not isinstance(record, dict):
-            location = Location(str(self.path), line, 1, len(text), text)
-            raise InvalidInput(Diagnostic("each line must be a JSON object, as {\"question\": …, \"answer\": …}",
-                                          location))
-        return record
-
-    def _why_malformed(self, index: int, error: json.JSONDecodeError) -> str:
-        if error.doc.lstrip().startswith("{'"):
-            return "Python has printed it. Write each record by  json.dumps(record)"
-        ended = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string")
-        if index == len(self) - 1 and ended or "\0" in error.doc:
-            return "The file ends within a record: it is still being written, or its download was cut."
-        return ""
-
-    def _not_utf8(self, line: int, error: UnicodeDecodeError) -> InvalidInput:
-        column = len(error.object[: error.start].decode(errors="replace")) + 1
-        text = error.object.decode(errors="replace").rstrip("\r\n")
-        return InvalidInput(Diagnostic(f"not UTF-8: byte 0x{error.object[error.start]:02x}",
-                                       Location(str(self.path), line, column, 1, text), self._iconv("ISO-8859-1")))
-
-    def _iconv(self, encoding: str) -> str:
-        other = self.path.with_name(f"{self.path.stem}-utf8{self.path.suffix}")
-        return f"If the file is {encoding}:  iconv -f {encoding} -t UTF-8 {shlex.quote(str(self.path))} > " \
-               f"{shlex.quote(str(other))}"
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises ValueError: a key stands twice, so that one of its values would be lost."""
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        twice = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
-        raise ValueError(f"key `{twice}` stands twice in it")
-    return result
-
-
-def _bytes(file: Any, start: int, end: int) -> bytes:
-    file.seek(start)
-    return file.read(end - start)
-
-
-def _text(file: Any, start: int, end: int) -> str:
-    return _bytes(file, start, end).decode(errors="replace").removeprefix("\ufeff").rstrip("\r\n")
 
 
 class SavedFolder:

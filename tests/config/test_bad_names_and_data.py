@@ -57,14 +57,10 @@ def test_unknown_names_list_what_is_shipped(load_it, says):
                         '"content": …}, not [{\'content\': \'1 + 1?\'}]',
                         "messages.jsonl:3: field `answer` must be a finite number, not nan", "2 mistakes.")),
     ("many.jsonl", ("data/many.jsonl:1: field `question` must be text, or a list of messages",)),
-    ("unknown_kind.csv", ("data/unknown_kind.csv: unknown kind of data: `.csv`.", ".parquet",
-                          "Instead:  python -c 'import pandas; pandas.read_csv(")),
+    ("unknown_kind.xlsx", ("data/unknown_kind.xlsx: unknown kind of data: `.xlsx`.", ".parquet")),
     ("latin.jsonl", ("data/latin.jsonl:2: not UTF-8: byte 0xe9.", "\n" + " " * 26 + "^\n",
                      "iconv -f ISO-8859-1 -t UTF-8 data/latin.jsonl > data/latin-utf8.jsonl")),
     ("utf16.jsonl", ("data/utf16.jsonl: not UTF-8: it begins as UTF-16 does.", "iconv -f UTF-16 -t UTF-8")),
-    ("list.json", ("data/list.json:1: this is one JSON document, and data is read as JSON lines", "> data/list.jsonl")),
-    ("list_by_lines.jsonl", ("data/list_by_lines.jsonl:1: this is one JSON document", "> data/list_by_lines-lines.")),
-    ("indented.json", ("data/indented.json:1: this is one JSON document", "> data/indented.jsonl")),
     ("packed.jsonl", ("data/packed.jsonl: it is packed by gzip.", "gzip -dc data/packed.jsonl > data/packed-unp")),
     ("not_parquet.parquet", ("data/not_parquet.parquet: not a Parquet file",)),
 ])
@@ -77,8 +73,7 @@ def test_data(file, says):
 
 
 def test_the_commands_that_mend_a_file_do(tmp_path):
-    for file, made in (("list.json", "list.jsonl"), ("indented.json", "indented.jsonl"),
-                       ("packed.jsonl", "packed-unpacked.jsonl"), ("latin.jsonl", "latin-utf8.jsonl"),
+    for file, made in (("packed.jsonl", "packed-unpacked.jsonl"), ("latin.jsonl", "latin-utf8.jsonl"),
                        ("utf16.jsonl", "utf16-utf8.jsonl")):
         shutil.copy(Path("data") / file, tmp_path)
         with pytest.raises(InvalidInput) as caught:

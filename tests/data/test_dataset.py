@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import subprocess
-import sys
 import tracemalloc
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -15,8 +13,9 @@ import pytest
 from pyarrow import parquet
 
 from distflow.config.run import Data
-from distflow.data import dataset
-from distflow.data.dataset import JsonLines, RequiredFields, check_records, open_records
+from distflow.data import text_records
+from distflow.data.dataset import RequiredFields, check_records, open_records
+from distflow.data.text_records import JsonRecords
 from distflow.errors import InvalidInput
 
 LINES = ["{\"n\": 1}", "", json.dumps({"n": 2, "long": "x" * 90}), "   ", "{\"n\": 3}", "{\"n\": 4}"]
@@ -24,11 +23,11 @@ LINES = ["{\"n\": 1}", "", json.dumps({"n": 2, "long": "x" * 90}), "   ", "{\"n\
 
 @pytest.mark.parametrize("scanned", [1, 7, 1000])
 @pytest.mark.parametrize("end", ["", "\n", "\r\n"])
-def test_records_and_their_lines_are_found_a_piece_at_a_time(tmp_path, monkeypatch, scanned, end):
-    monkeypatch.setattr(dataset, "_SCANNED", scanned)
+def test_records_and_their_lines_are_found_a_piece_at_a_time(tmp_path: Path, monkeypatch, scanned, end):
+    monkeypatch.setattr(text_records, "_SCANNED", scanned)
     file = tmp_path / "some.jsonl"
     file.write_bytes(("\n".join(LINES) + end).encode())
-    records = JsonLines(file)
+    records = JsonRecords(file)
     assert [record["n"] for record in records.get(range(len(records)))] == [1, 2, 3, 4]
     assert [records.location(index).line for index in range(4)] == [1, 3, 5, 6]
 
@@ -41,7 +40,7 @@ def test_a_long_file_is_not_read_into_memory(tmp_path):
         opened.seek(size)
         opened.write(b"\n" + json.dumps({"n": 2}).encode())
     tracemalloc.start()
-    records = JsonLines(file)
+    records = JsonRecords(file)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < size / 2
@@ -64,7 +63,7 @@ def test_a_long_file_is_not_read_into_memory(tmp_path):
 def test_an_odd_line_is_refused_in_a_few_lines(tmp_path, line, said):
     (tmp_path / "odd.jsonl").write_text(line)
     with pytest.raises(InvalidInput) as caught:
-        check_records(JsonLines(tmp_path / "odd.jsonl"), RequiredFields("question", ["answer"]))
+        check_records(JsonRecords(tmp_path / "odd.jsonl"), RequiredFields("question", ["answer"]))
     message = str(caught.value)
     assert said in message
     assert len(message) < 1000
@@ -74,14 +73,14 @@ def test_an_odd_line_is_refused_in_a_few_lines(tmp_path, line, said):
 def test_a_long_wrong_value_takes_a_line(tmp_path, value):
     (tmp_path / "long.jsonl").write_text(json.dumps({"question": {"asked": value}, "answer": value, "x" * 9000: 1}))
     with pytest.raises(InvalidInput) as caught:
-        check_records(JsonLines(tmp_path / "long.jsonl"), RequiredFields("question", ["answer", "solution"],
-                                                                       imitated={"answer"}))
+        check_records(JsonRecords(tmp_path / "long.jsonl"), RequiredFields("question", ["answer", "solution"],
+                                                                         imitated={"answer"}))
     assert max(map(len, str(caught.value).splitlines())) < 1000
 
 
 def test_records_of_windows_are_read(tmp_path):
     (tmp_path / "bom.jsonl").write_bytes(b'\xef\xbb\xbf{"n": 1}\r\n\r\n{"n": 2}\r\n')
-    assert JsonLines(tmp_path / "bom.jsonl").get([0, 1]) == [{"n": 1}, {"n": 2}]
+    assert JsonRecords(tmp_path / "bom.jsonl").get([0, 1]) == [{"n": 1}, {"n": 2}]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -106,16 +105,75 @@ def test_open_records_opens_a_file_once_until_it_changes(tmp_path, kind):
     assert len(open_records(path, data)) == 3
 
 
-def _read_all(path: Path, data: Data) -> list[dict]:
+def _read_all(path: Path, data: Data | None = None) -> list[dict]:
     records = open_records(path, data)
     return records.get(range(len(records)))
 
 
-def test_a_csv_file_becomes_lines_by_the_command_that_is_named(tmp_path):
-    (tmp_path / "a.csv").write_text('question,answer\n"a, ""b""?",007\nNamibia?,NA\n')
+Q, A = {"question": "1 + 1?", "answer": "2"}, {"question": "{[\"", "answer": {"of": ["a", {"b": "]}"}]}}
+
+
+@pytest.mark.parametrize(("text", "records"), [
+    (json.dumps([Q, A, Q]), [Q, A, Q]),
+    (json.dumps([Q, A, Q], indent=2), [Q, A, Q]),
+    ("\ufeff[\r\n" + json.dumps(A) + ",\r\n" + json.dumps(Q) + "\r\n]\r\n", [A, Q]),
+    (json.dumps(A, indent=2) + "\n" + json.dumps(Q, indent=2), [A, Q]),
+    ("[]", []), ("[\n]\n", []), ('[{}, {"n": 1}]', [{}, {"n": 1}]),
+    (json.dumps([{"n": "\\\\"}, {"n": '\\"'}, {"n": "é\u2028"}], ensure_ascii=False),
+     [{"n": "\\\\"}, {"n": '\\"'}, {"n": "é\u2028"}])])
+def test_json_records_in_one_list_or_over_several_lines_are_read(tmp_path, text, records):
+    (tmp_path / "all.json").write_text(text, newline="")
+    found = JsonRecords(tmp_path / "all.json")
+    assert found.get(range(len(found))) == records
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ('[{"n": 1}, 2, {"n": 3}]', "all.json:1: there must be JSON objects alone in it"),
+    ('[{"n": 1}\n{"n": 3}]', "all.json:2: there must be JSON objects alone in it"),
+    ('[{"n": 1},]', "there must be JSON objects alone in it"),
+    ('["a", "b"]', "there must be JSON objects alone in it"), ("[1, 2]", "there must be JSON objects alone in it"),
+    ('[{"n": 1}] {"n": 2}', "there must be JSON objects alone in it"),
+    ('{\n"n": 1}\nx', "all.json:3: there must be JSON objects alone in it"),
+    ('[\n{"n": 1},\n{"n": [1', "The file ends within a record"),
+    ('[\n{"n": 1},\n{"n": "1', "The file ends within a record"),
+    ('[\n{"n": 1},\n{"n": 1}', "there must be JSON objects alone in it"),
+    ('[\n{"n": 1},\n{"n": 2,\n "m": x}]', 'all.json:4: not valid JSON: Expecting value.\n\n    4 |  "m": x}'),
+    ("{\n" + '"n": ' + "[" * 100_000, "it is nested too deeply"),
+])
+def test_json_records_name_the_line_of_what_is_none(tmp_path, text, said):
+    (tmp_path / "all.json").write_text(text)
     with pytest.raises(InvalidInput) as caught:
-        open_records(tmp_path / "a.csv")
-    command = str(caught.value).partition("Instead:  python")[2]
-    subprocess.run(f"{sys.executable}{command}", shell=True, check=True)
-    assert open_records(tmp_path / "a.jsonl").get([0, 1]) == [
-        {"question": 'a, "b"?', "answer": "007"}, {"question": "Namibia?", "answer": "NA"}]
+        _read_all(tmp_path / "all.json")
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "records"), [
+    ('question,answer\n"a, ""b""?",007\n\nNamibia?,NA\n', [{"question": 'a, "b"?', "answer": "007"},
+                                                         {"question": "Namibia?", "answer": "NA"}]),
+    ('\ufeffquestion;answer\r\n"1,5\r\n+ 1?";2,5\r\n', [{"question": "1,5\r\n+ 1?", "answer": "2,5"}]),
+    ("question\tanswer\nä\u2028\x85?\t", [{"question": "ä\u2028\x85?", "answer": ""}]),
+    (",question,answer\n0,1 + 1?,2\n", [{"question": "1 + 1?", "answer": "2"}]),  # with pandas' index
+    ("question,answer\n" + "y" * 200_000 + ",1", [{"question": "y" * 200_000, "answer": "1"}])])
+def test_csv_records_are_read_as_texts(tmp_path, text, records):
+    (tmp_path / "all.csv").write_text(text, newline="")
+    assert _read_all(tmp_path / "all.csv") == records
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("question,answer\n1 + 1?,2\n1,5 + 1?,2\n", "all.csv:3: this row has 3 cells, and the first one names 2 fields"),
+    ('question,answer\n1?,1\n"2?,2\n3?,3\n', "all.csv:3: not a CSV file: unexpected end of data."),
+    ("question,answer,answer\n", "all.csv:1: two fields are called `answer`."),
+    ("question,,answer\n", "all.csv:1: a field has no name."), ("question,answer\n", "there is no record in it")])
+def test_csv_records_name_the_line_of_what_is_none(tmp_path, text, said):
+    (tmp_path / "all.csv").write_text(text)
+    with pytest.raises(InvalidInput) as caught:
+        _read_all(tmp_path / "all.csv")
+    assert said in str(caught.value)
+
+
+def test_json_records_name_the_byte_that_is_no_text(tmp_path):
+    (tmp_path / "all.json").write_bytes('[{"n": "é"},\n {"n": "€"},\n{"n": "'.encode() + b'\xe9"}, {"n": 4}]')
+    found = JsonRecords(tmp_path / "all.json")
+    assert found.get([0, 1, 3]) == [{"n": "é"}, {"n": "€"}, {"n": 4}]
+    with pytest.raises(InvalidInput, match="all.json:3: not UTF-8: byte 0xe9"):
+        found.get([2])
