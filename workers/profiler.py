@@ -1,7 +1,6 @@
 """Records the steps that `profile` of the run file names with the PyTorch profiler: `profile/rankN-stepM.json.gz`.
 
-Each file is a Chrome trace by itself; `distflow report --trace` sets those of its steps beside the activities of their
-ranks (`distflow.telemetry.perfetto`). A node of the DAG is a range `node NAME` in it.
+Each file is a Chrome trace, which Perfetto opens. A node of the DAG is a range `node NAME` in it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from distflow.telemetry import events
-from distflow.telemetry.profiles import profile_file
 
 
 class StepProfiler:
@@ -32,7 +30,7 @@ class StepProfiler:
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         with profile(activities=[ProfilerActivity.CPU, *gpu]) as profiler:
             yield
-        file = profile_file(self.run, self.rank, step)
+        file = self.run / "profile" / f"rank{self.rank}-step{step}.json.gz"
         file.parent.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(file))
         events.record("profiled", of_step=step, file=file.name, megabytes=round(file.stat().st_size / 1e6, 1))

@@ -56,7 +56,7 @@ def _trace(folder: Path, file: Path, options: argparse.Namespace) -> Iterator[st
     if not run.spans:
         asked = f"--steps {options.steps[0]}:{options.steps[-1]}: " if options.steps else ""
         raise InvalidInput(f"{asked}the run has {_range(timeline.read(folder).steps())}")
-    count = perfetto.write_trace(run, ettr.read(folder), file, folder)
+    count = perfetto.write_trace(run, ettr.read(folder), file)
     yield (f"wrote {file}: {count} spans of {_range(run.steps())}. Open it at https://ui.perfetto.dev, which keeps it "
            "in your browser")
     for host, seconds in run.offsets.items():

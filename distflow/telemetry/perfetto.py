@@ -1,8 +1,7 @@
 """Exports a timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) opens.
 
 A rank is a process with a thread for each track; where spans of a track overlap it has several. An arrow leads from a
-publication of weights to each pull of it. Events of the run, such as failures, are marks over all ranks. Steps that
-the PyTorch profiler has recorded are there as well.
+publication of weights to each pull of it. Events of the run, such as failures, are marks over all ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from distflow.telemetry import timeline
-from distflow.telemetry.profiles import profiled_events
 from distflow.telemetry.timeline import MAIN, WEIGHTS, RunTimeline, Span
 
 _TRACKS = (MAIN, timeline.TRANSFERS, timeline.PROMPTS, timeline.ROWS, timeline.TOOLS, WEIGHTS, timeline.CHECKPOINTS)
@@ -27,13 +25,12 @@ _MARKS = {"worker_started", "worker_ended", "worker_ready", "failure", "fault_in
 Event = dict[str, Any]
 
 
-def write_trace(run: RunTimeline, events: Iterable[Event], file: Path, folder: Path | None = None) -> int:
-    """Write the trace, compressed; return the number of its spans. `folder`: of the run, for profiles of its steps."""
+def write_trace(run: RunTimeline, events: Iterable[Event], file: Path) -> int:
+    """Write the trace, compressed; return the number of its spans."""
     zero = min(span.start for span in run.spans)
     last = max(span.end for span in run.spans)
     marks = [event for event in events if event["event"] in _MARKS and zero <= event["time"] <= last]
-    content = {"traceEvents": [*_names(run), *_slices(run, zero), *_arrows(run, zero), *_marks(marks, zero),
-                               *(profiled_events(folder, run, run.steps(), zero) if folder else ())],
+    content = {"traceEvents": [*_names(run), *_slices(run, zero), *_arrows(run, zero), *_marks(marks, zero)],
                "displayTimeUnit": "ms", "otherData": {"begin": zero, "clock_offsets": run.offsets}}
     with gzip.open(file, "wt", encoding="utf-8") as out:
         json.dump(content, out)

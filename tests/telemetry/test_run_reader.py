@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import time
@@ -76,8 +75,6 @@ def folder(tmp_path):
     write(folder / "timeline/rank0.jsonl", RANK)
     write(folder / "times.jsonl", TIMES)
     write(folder / "trajectories/rank0.jsonl", {"step": 1, "row": 5, "turn": 1, "text": "said"})
-    (folder / "profile").mkdir()
-    (folder / "profile/rank0-step1.json.gz").write_bytes(gzip.compress(b'{"traceEvents": []}')[:-9])
     (folder / "launch.json").write_text('{"search": [], "torchrun": ""}')
     (folder / "run.yaml").write_text("steps: 4\ndata: {columns: [questions]}\n")
     return folder

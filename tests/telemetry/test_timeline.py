@@ -155,23 +155,12 @@ def test_a_run_says_where_all_its_time_goes(launch, workspace, mode):
 
 
 @pytest.mark.parametrize("mode", [(), ("mode=async", "groups.rollout=1")], ids=["sync", "async"])
-def test_profiled_steps_stand_beside_the_activities_of_their_ranks(launch, workspace, mode):
+def test_profiled_steps_have_a_trace_for_each_rank_that_trains(launch, workspace, mode):
     settings = [part for setting in ("steps=3", *mode) for part in ("--set", setting)]
     launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--profile", "2", *settings)
     folder, = (workspace / "runs").iterdir()
     trainers = [0] if mode else [0, 1]
     assert sorted(file.name for file in (folder / "profile").iterdir()) == [f"rank{n}-step2.json.gz" for n in trainers]
-
-    assert main(["report", "--trace", str(folder)]) == 0
-    events = [event for event in trace_of(folder) if event["ph"] == "X"]
-    for rank in trainers:
-        of_rank = [event for event in events if event["pid"] == 1_000_000 + rank]
-        assert any(event["name"].startswith("aten::") for event in of_rank)
-        profiled, = (event for event in of_rank if event["name"] == "node update")
-        activity, = (event for event in events if event["pid"] == rank and event["args"]["step"] == 2
-                     and event["name"] == "computing node `update`")
-        assert profiled["ts"] - activity["ts"] == pytest.approx(0, abs=2e4), "the clocks are 20 ms apart or more"
-        assert profiled["dur"] == pytest.approx(activity["dur"], abs=2e4)
-
-    assert main(["report", "--trace", str(folder), "--steps", "1"]) == 0
-    assert not any(event["pid"] >= 1_000_000 for event in trace_of(folder))
+    for file in (folder / "profile").iterdir():
+        names = {event["name"] for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+        assert {"node update", "aten::mm"} <= names
