@@ -34,7 +34,6 @@ from benchmarks.ratio import Spread, conclude, options, parsed
 from distflow.config.cluster import Link
 from distflow.config.load import load
 from distflow.config.spec import Spec
-from distflow.errors import InvalidInput
 from planners.heterogeneous.layouts import CostedProblem, blocks_of, in_rows, strategies
 from planners.heterogeneous.placed_plan import written
 from planners.heterogeneous.problem import GENERATE, Freedom, Grouping, Placement, Problem, TaskLayout
@@ -43,7 +42,6 @@ from planners.heterogeneous.runnable import (
     as_ranks_run,
     refusal,
     run_freedom,
-    runnable,
     without_idle,
 )
 from planners.heterogeneous.search import BUDGET, search
@@ -197,15 +195,10 @@ def sides(spec: Spec, budget: int) -> dict[str, float]:
 
 
 def that_run(spec: Spec, budget: int, known: Placement | None = None) -> Placement | None:
-    """Return the best plan that ranks can run; None if none fits or the launcher refuses all that do. What is
-    enumerated is a part of the budget."""
+    """Return the best plan that ranks can run; None if none fits or the launcher refuses all that do."""
     problem = problem_of(spec)
-    costed, limited = CostedProblem(problem), replace(problem, freedom=run_freedom(spec, problem))
-    try:
-        begin = runnable(spec, costed, filter(None, [known]))
-    except InvalidInput:  # of what is enumerated; a search may find others
-        begin = None
-    return best_of(limited, max(budget - costed.evaluations // len(SEEDS), 0), begin, ByRanks(spec, costed))
+    limited = replace(problem, freedom=run_freedom(spec, problem))
+    return best_of(limited, budget, known, ByRanks(spec, CostedProblem(problem)))
 
 
 def finds_nothing_faster(took: dict[str, float]) -> bool:

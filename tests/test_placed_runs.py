@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from planners import plan
 from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.placed_plan import written
 from planners.heterogeneous.planned_run import planned_run
-from planners.heterogeneous.runnable import run_groups, runnable
+from planners.heterogeneous.runnable import run_freedom, search_runnable
 from planners.heterogeneous.workload import problem_of
 
 CLUSTER = {"name": "unlike", "links": {"zone": {"gb_s": 1}, "world": {"gb_s": 1e-6, "latency_us": 1e6}},
@@ -68,13 +69,13 @@ def test_a_planned_run_computes_what_an_equal_one_does_and_is_resumed_otherwise(
 
 
 @pytest.mark.parametrize(("grouping", "inference"), [(((0,), (1, 2)), {}), (((0, 1), (2,)), {"reference": "rollout"})])
-def test_a_plan_with_groups_says_who_trains(launch, workspace, planned, monkeypatch, grouping, inference):
+def test_a_plan_with_groups_says_who_trains(launch, workspace, planned, grouping, inference):
     """And who reads the reference: tasks 0, 1 and 2 sample, infer and train."""
-    monkeypatch.setattr("planners.heterogeneous.runnable.run_groups", lambda *given: (
-        each for each in run_groups(*given) if each[0] == grouping))
     spec = load("grpo.yaml", "tiny.yaml", ["data.batch=8", "mode=async"], "cluster.yaml")
-    costed = CostedProblem(problem_of(spec))
-    own = planned_run(spec, written(costed.problem, runnable(spec, costed)))
+    problem = problem_of(spec)
+    limited = replace(problem, freedom=replace(run_freedom(spec, problem), groupings=(grouping,)))
+    *_, last = search_runnable(spec, CostedProblem(problem), CostedProblem(limited), budget=400)
+    own = planned_run(spec, written(problem, last.placement))
     Path("placed.yaml").write_text(dump(own.resolved()["run"]))
     launch(2, *planned, "--name", "apart")
     assert len(metrics_of(workspace / "runs/apart")) == 4

@@ -18,16 +18,19 @@ from distflow.config.run import Parallel
 from distflow.config.spec import Spec
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Plan
-from planners.heterogeneous.layouts import CostedProblem, blocks_of
+from planners.heterogeneous.layouts import CostedProblem, blocks_of, in_rows
 from planners.heterogeneous.problem import (
     GENERATE,
     TRAIN,
+    DeviceSubset,
+    Grouping,
     Placement,
     Problem,
+    Strategy,
     TaskLayout,
     groups_of,
 )
-from planners.heterogeneous.runnable import can_split, run_groups, run_layout
+from planners.heterogeneous.runnable import has_cut
 from planners.heterogeneous.workload import NAME_A_CLUSTER, problem_of
 from planners.memory import GIB, needed
 from planners.planner import plan
@@ -167,19 +170,43 @@ def _placements(spec: Spec, costed: CostedProblem, sample_tp: int, train_tp: int
     problem = costed.problem
     if sample_tp > 1 and not any(task.kind == GENERATE for task in problem.tasks):
         return
-    for grouping, subsets in run_groups(problem):
-        layouts: list[TaskLayout | None] = []
-        for number, group in enumerate(groups_of(grouping)):
-            task, subset = problem.tasks[number], subsets[group]
-            tp = sample_tp if task.kind == GENERATE else train_tp
-            rows = max(1, int(task.micro_tokens // (task.read if task.kind == GENERATE else task.whole)))
-            blocks = blocks_of(subset, tp, problem.hardware)
-            colocated = sum(problem.hardware.all) - sum(subset) if spec.run.trainer_samples else 0
-            layouts.append(run_layout(costed, number, blocks, (tp, 1), rows)
-                           if can_split(spec, problem, number, subset, colocated, tp, 1) else None)
-        found = costed.placed(grouping, subsets, layouts)
+    for grouping, subsets in _groups(problem):
+        found = costed.placed(grouping, subsets, (
+            _layout(spec, costed, number, subsets[group], sample_tp if problem.tasks[number].kind == GENERATE else
+                    train_tp) for number, group in enumerate(groups_of(grouping))))
         if found is not None:
             yield found
+
+
+def _groups(problem: Problem) -> Iterator[tuple[Grouping, tuple[DeviceSubset, ...]]]:
+    """Yield the tasks of each group and its devices: all on all ranks, or any number of the first ranks trains."""
+    everything, tasks = problem.hardware.all, range(len(problem.tasks))
+    sampling, training = (tuple(task for task in tasks if (problem.tasks[task].kind == GENERATE) == samples)
+                          for samples in (True, False))
+    if not problem.has_samplers:
+        yield (tuple(tasks),), (everything,)
+        return
+    for last, group in enumerate(problem.hardware.device_groups) if sampling and training else ():
+        for count in group.counts[1:]:
+            first = (*everything[:last], count, *(0 for _ in everything[last + 1:]))
+            if first != everything:
+                rest = tuple(count - taken for count, taken in zip(everything, first))
+                divided = sorted([(training, first), (sampling, rest)])
+                yield tuple(group for group, _ in divided), tuple(subset for _, subset in divided)
+
+
+def _layout(spec: Spec, costed: CostedProblem, number: int, subset: DeviceSubset, tp: int) -> TaskLayout | None:
+    """Return a task's layout on its group's devices, each model split over `tp`; None if it does not fit, or if its
+    engine or the ranks do not allow that. In mode semi_sync the ranks that train sample, too."""
+    problem, task = costed.problem, costed.problem.tasks[number]
+    colocated = sum(problem.hardware.all) - sum(subset) if spec.run.trainer_samples else 0
+    blocks, samples = blocks_of(subset, tp, problem.hardware), task.kind == GENERATE
+    apart = problem.has_samplers and samples
+    if sum(blocks) * tp != sum(subset) or (apart and colocated % tp) or not has_cut(spec, problem, number, tp, 1):
+        return None
+    rows = max(1, int(task.micro_tokens // (task.read if samples else task.whole)))
+    strategy = Strategy(sum(blocks), tp, 1, 1, min(rows, task.rows))
+    return costed.costs.layout(number, strategy, in_rows(blocks, strategy, tuple(range(len(blocks))), False))
 
 
 def _seconds(costed: CostedProblem, placement: Placement, swap: bool) -> float:

@@ -15,7 +15,7 @@ from planners.heterogeneous.explain import (
     weight_syncs,
 )
 from planners.heterogeneous.layouts import CostedProblem
-from planners.heterogeneous.runnable import runnable
+from planners.heterogeneous.search import search
 from planners.heterogeneous.workload import problem_of
 
 MODEL = "{architecture: qwen3, layers: 4, hidden: 512, heads: 8, kv_heads: 4}"
@@ -36,7 +36,9 @@ def spec_of(tmp_path, monkeypatch):
 
 def placed(spec: Spec):
     costed = CostedProblem(problem_of(spec))
-    return costed, runnable(spec, costed)
+    *_, last = search(costed.problem, budget=400, costed=costed)
+    assert last.placement
+    return costed, last.placement
 
 
 def test_weights_and_memory(spec_of):

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from pydantic import TypeAdapter
 
-from benchmarks.heterogeneous import Cell, best_of, stream_rl, that_run
+from benchmarks.heterogeneous import that_run
 from distflow.config.load import load
 from distflow.config.spec import Spec
 from distflow.config.yaml_source import dump
@@ -26,17 +26,14 @@ from planners.heterogeneous.planned_run import machines_in_order, planned_run
 from planners.heterogeneous.problem import Placement, Replicas, Strategy
 from planners.heterogeneous.runnable import (
     ByRanks,
-    EngineLayouts,
     as_ranks_run,
     refusal,
     run_freedom,
-    run_groups,
-    runnable,
     search_runnable,
 )
 from planners.heterogeneous.search import groupings, search
 from planners.heterogeneous.workload import problem_of
-from planners.planner import roles_apart, roles_on_rollouts
+from planners.planner import roles_on_rollouts
 
 CLUSTER = {
     "name": "mixed", "links": {"zone": {"gb_s": 10, "latency_us": 20}},
@@ -53,18 +50,33 @@ def spec_of(tmp_path):
     return lambda *more, dag="grpo": load(dag, None, [*MODEL, *more], str(tmp_path / "cluster.yaml"))
 
 
+def limited_to_runs(spec: Spec, *only: tuple[tuple[int, ...], ...]) -> tuple[CostedProblem, CostedProblem]:
+    """Return all plans of a run's problem, and those in the groups and splits that runs have, or in `only` some groups.
+    """
+    problem = problem_of(spec)
+    freedom = run_freedom(spec, problem)
+    freedom = replace(freedom, groupings=only or freedom.groupings)
+    return CostedProblem(problem), CostedProblem(replace(problem, freedom=freedom))
+
+
+def runnable(spec: Spec, *only: tuple[tuple[int, ...], ...]) -> Placement:
+    *_, last = search_runnable(spec, *limited_to_runs(spec, *only), budget=400)
+    assert last.placement
+    return last.placement
+
+
 def placed_plan(said: dict) -> PlacedPlan:
     return TypeAdapter(PlacedPlan).validate_python(said)
 
 
 @pytest.fixture
 def obey(spec_of):
-    """`obey(*settings, change=…)`: the chain by the best runnable plan, which `change` may spoil."""
-    def run(*more: str, change: Callable[[dict], Any] = lambda said: None, dag: str = "grpo") -> Plan:
+    """`obey(*settings, change=…, only=…)`: the chain by the best runnable plan, of `only` some groups, which `change`
+    may spoil."""
+    def run(*more: str, change: Callable[[dict], Any] = lambda said: None, dag: str = "grpo",
+            only: tuple[tuple[tuple[int, ...], ...], ...] = ()) -> Plan:
         spec = spec_of(*more, dag=dag)
-        costed = CostedProblem(problem_of(spec))
-        found = runnable(spec, costed)
-        said = asdict(written(costed.problem, found))
+        said = asdict(written(problem_of(spec), runnable(spec, *only)))
         change(said)
         return plan(own := planned_run(spec, placed_plan(said)), own.run.ranks)
 
@@ -100,7 +112,7 @@ def test_shares_have_rows_by_the_speed_of_their_devices(obey):
 
 @pytest.mark.parametrize("mode", ["async", "semi_sync"])
 def test_groups_are_those_that_train_first_and_those_that_sample(obey, mode):
-    found = obey(f"mode={mode}")
+    found = obey(f"mode={mode}", only=(((0,), (1, 2)),))
     trainer, rollout = found.groups
     assert (trainer.ranks.start, rollout.ranks.stop) == (0, 4)
     assert [task.node for task in rollout.plan.chain(0) if task.type != "COMPUTE"] == ["rollout"]
@@ -126,9 +138,7 @@ def test_micro_batches_are_as_large_as_the_plan_says(spec_of, tmp_path):
     """A pipeline is filled by more of them; the setting is in tokens, at the longest row."""
     spec = spec_of()
     problem = problem_of(spec)
-    costed = CostedProblem(problem)
-    found = runnable(spec, costed)
-    said = asdict(written(problem, found))
+    said = asdict(written(problem, runnable(spec)))
     update, longest = problem.tasks[-1], problem.tasks[-1].tokens
     best = said["tasks"]["update"]["micro_rows"]
     for rows, tokens in ((2, 2 * longest), (best, update.micro_tokens)):
@@ -188,11 +198,13 @@ def test_ranks_that_only_infer_may_have_unequal_shares(obey):
     assert reference.plan.task("reference").layout == reference.plan.source == Layout(2, rows=(25, 7))
 
 
-@pytest.mark.parametrize(("mode", "count"), [("sync", 2), ("async", 3)])
-def test_the_best_plan_that_runs_may_train_the_critic_apart(obey, monkeypatch, mode, count):
-    monkeypatch.setattr("planners.heterogeneous.runnable.run_groups", lambda problem, *_: (
-        each for each in run_groups(problem, ["critic"]) if len(each[0]) == count))
-    made = obey(f"mode={mode}", dag="ppo")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_best_plan_that_runs_may_train_the_critic_apart(obey, spec_of, mode):
+    tasks = problem_of(spec_of(dag="ppo")).tasks
+    critic = tuple(number for number, task in enumerate(tasks) if task.role == "critic")
+    others = tuple(number for number in range(len(tasks)) if number not in critic)
+    made = obey(f"mode={mode}", dag="ppo", only=((others, critic) if mode == "sync" else (
+        others[:1], others[1:], critic),))
     trainer = made.groups[0].plan if made.groups else made
     found = layouts(trainer)
     assert found["values"].first == found["critic"].first == found["update"].last + 1
@@ -221,12 +233,11 @@ def test_frozen_roles_may_be_on_the_ranks_that_train_another(obey, mode, groups,
     assert found["update"].first == 0
 
 
-def test_the_best_plan_that_runs_may_have_ranks_that_sample_compute_a_frozen_role(obey, spec_of, monkeypatch):
+def test_the_best_plan_that_runs_may_have_ranks_that_sample_compute_a_frozen_role(obey, spec_of):
     assert roles_on_rollouts(spec_of("mode=async")) == ["reference"]
     assert roles_on_rollouts(spec_of("mode=semi_sync")) == roles_on_rollouts(spec_of("mode=sync")) == []
-    monkeypatch.setattr("planners.heterogeneous.runnable.run_groups", lambda *given: (
-        each for each in run_groups(*given) if each[0] == ((0, 1), (2,)) and sum(map(sum, each[1])) == 4))
-    made = obey("mode=async")
+    only = (((0, 1), (2,)),)
+    made = obey("mode=async", only=only)
     assert [[task.node for task in group.plan.chain(0) if task.node in ("rollout", "reference", "update")]
             for group in made.groups] == [["update"], ["rollout", "reference"]]
     assert made.groups[1].plan.layout_of("reference", samples=False) == Layout(1)
@@ -236,35 +247,19 @@ def test_the_best_plan_that_runs_may_have_ranks_that_sample_compute_a_frozen_rol
         placed |= {"tp": 2, "dp": 1, "shares": [placed["shares"][0] | {"count": 1}]}
 
     with pytest.raises(InvalidInput, match="splits its model over 2 ranks, and each rank that samples has its whole"):
-        obey("mode=async", change=split)
-
-
-def test_groups_that_cannot_be_faster_than_the_best_are_not_laid_out(spec_of, tmp_path, monkeypatch):
-    machines = {name: {**machine, "count": 3} for name, machine in CLUSTER["machines"].items()}
-    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"machines": machines}))
-    spec = spec_of("mode=async")
-    costed, lay_out, tried = CostedProblem(problem_of(spec)), EngineLayouts.placement, []
-    monkeypatch.setattr(EngineLayouts, "placement", lambda *given: tried.append(given) or lay_out(*given))
-    found = runnable(spec, costed)
-    every = [*run_groups(costed.problem, roles_apart(spec), roles_on_rollouts(spec))]
-    layouts = EngineLayouts(spec, costed)
-    assert 0 < len(tried) < len(every) / 2
-    made = (as_ranks_run(spec, costed, each) for groups in every if (each := lay_out(layouts, *groups)))
-    assert found.seconds == min(each.seconds for each in made if each)
+        obey("mode=async", change=split, only=only)
 
 
 def test_what_a_search_finds_counts_if_ranks_can_run_it(spec_of):
     spec = spec_of("mode=semi_sync")
     costed = CostedProblem(problem_of(spec))
-    enumerated = runnable(spec, costed)
     answers = [each.placement for each in search(costed.problem, 0, 2000, costed=costed) if each.placement]
     made = [written(costed.problem, each) for each in answers]
     able = [each for each, plan_file in zip(answers, made) if not refusal(spec, plan_file)]
     assert 0 < len(able) < len(answers)
-    faster, slower = (replace(able[-1], seconds=enumerated.seconds * times) for times in (0.9, 1.1))
-    unable = [replace(each, seconds=1e-9) for each in answers if each not in able]
-    assert runnable(spec, costed, [*unable, slower, faster]) == faster
-    assert runnable(spec, costed, [*unable, slower]) == enumerated
+    slower, unable = replace(able[-1], seconds=2 * able[-1].seconds), [each for each in answers if each not in able]
+    assert ByRanks(spec, costed).fastest([*unable, slower, able[-1]]) == able[-1]
+    assert ByRanks(spec, costed).fastest(unable) is None
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -286,16 +281,10 @@ def test_a_search_among_the_groups_and_splits_that_runs_have_finds_what_ranks_ca
         assert len(splits) == len({memory_item for memory_item, _ in splits}), "tasks of an engine are split alike"
 
 
-def limited_to_runs(spec: Spec) -> tuple[CostedProblem, CostedProblem]:
-    """Return all plans of a run's problem, and those in the groups and splits that runs have."""
-    problem = problem_of(spec)
-    return CostedProblem(problem), CostedProblem(replace(problem, freedom=run_freedom(spec, problem)))
-
-
 def test_runnable_says_why_the_launcher_refuses_every_plan(spec_of):
     spec = spec_of("mode=async", "roles.actor.replicas=5", dag="ppo")
     with pytest.raises(InvalidInput, match="of them because role `actor` wants 5 replicas, which do not divide"):
-        runnable(spec, CostedProblem(problem_of(spec)))
+        list(search_runnable(spec, *limited_to_runs(spec)))
     assert that_run(spec, 300) is None
 
 
@@ -313,34 +302,11 @@ def many_kinds(tmp_path: Path) -> Spec:
 
 def test_sizes_that_the_launcher_refuses_do_not_hide_other_sizes(tmp_path):
     spec = many_kinds(tmp_path)
-    costed = CostedProblem(problem_of(spec))
-    assert not refusal(spec, written(costed.problem, runnable(spec, costed)))
-    ranks, layouts = ByRanks(spec, costed), EngineLayouts(spec, costed)
-    first = sorted(run_groups(costed.problem), key=lambda each: costed.ideal(*each))
-    forms = (ranks.forms(placement) for each in first if (placement := layouts.placement(*each)))
-    assert any(ranks.accepts(form) for each in forms for form in each), "a search asks for other sizes too"
-
-
-def test_what_is_enumerated_ends_with_the_time_too(spec_of, monkeypatch):
-    spec, lay_out, tried = spec_of("mode=async", dag="ppo"), EngineLayouts.placement, []
-    monkeypatch.setattr(EngineLayouts, "placement", lambda *given: tried.append(given) or lay_out(*given))
-    list(search_runnable(spec, *limited_to_runs(spec), stop=lambda: True))
-    assert len(tried) == 1
-
-
-def test_a_plan_whose_tasks_of_an_engine_are_split_unlike_is_made_one_that_runs(tmp_path):
-    spec = Cell("one zone", "ppo", "async", "8B").spec(tmp_path, "megatron")
-    problem = problem_of(spec)
-    costed, found = CostedProblem(problem), best_of(stream_rl(problem), 600)
-    ranks = ByRanks(spec, costed)
-    assert not any(map(ranks.accepts, ranks.forms(found))), "`values` and `critic` are split unlike"
-    made = ranks.fastest([found])
-    assert (made.grouping, made.subsets) == (found.grouping, found.subsets)
-    assert runnable(spec, costed, [found]).seconds <= made.seconds
+    assert not refusal(spec, written(problem_of(spec), runnable(spec)))
 
 
 @pytest.fixture
-def found_alone(spec_of, monkeypatch):
+def found_alone(spec_of):
     """`found_alone(*update)`: costs; all tasks in one group of all machines, of which they use `quick`, and `update`
     what is given; and what ranks can run of it, if nothing else is considered."""
     def find(*update: Replicas, more: tuple[str, ...] = ()) -> tuple[CostedProblem, Placement, Placement | None]:
@@ -349,8 +315,7 @@ def found_alone(spec_of, monkeypatch):
         layouts = [costed.costs.layout(task, Strategy(sum(kind.count for kind in kinds), micro=4), kinds)
                    for task, kinds in enumerate((two, two, update or two))]
         found = costed.placed(((0, 1, 2),), ((2, 2),), layouts)
-        monkeypatch.setattr("planners.heterogeneous.runnable.run_groups", lambda *given: iter(()))
-        return costed, found, runnable(spec, costed, [found])
+        return costed, found, ByRanks(spec, costed).fastest([found])
 
     return find
 
@@ -474,8 +439,7 @@ def test_a_group_may_sample_and_train_beside_one_that_infers(obey):
 
 def test_what_a_plan_says_is_a_run_file(spec_of, tmp_path):
     spec = spec_of()
-    costed = CostedProblem(problem_of(spec))
-    own = planned_run(spec, written(costed.problem, runnable(spec, costed)))
+    own = planned_run(spec, written(problem_of(spec), runnable(spec)))
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(own.resolved()["run"]))
     again = load("grpo", str(tmp_path / "run.yaml"))
     assert again.run.ranks == 4
@@ -533,10 +497,10 @@ def test_a_pipeline_may_have_a_stage_or_a_share_on_each_machine(obey, engines, s
 
 
 def order_of(spec: Spec, change: Callable[[dict], Any]) -> str:
-    costed = CostedProblem(problem_of(spec))
-    said = asdict(written(costed.problem, runnable(spec, costed)))
+    problem = problem_of(spec)
+    said = asdict(written(problem, runnable(spec)))
     change(said)
-    return machines_in_order(costed.problem, placed_plan(said))
+    return machines_in_order(problem, placed_plan(said))
 
 
 def test_machines_that_train_come_first_wherever_the_cluster_file_has_them(obey, spec_of):
@@ -584,10 +548,9 @@ def test_the_best_plan_leaves_out_what_is_too_far(spec_of, tmp_path):
     said["machines"]["slow"]["zone"], said["zones"] = "far", {"far": "overseas"}
     (tmp_path / "cluster.yaml").write_text(dump(said))
     spec = spec_of()
-    costed = CostedProblem(problem_of(spec))
-    found = runnable(spec, costed)
+    found = runnable(spec)
     assert found.subsets == ((2, 0),)
-    assert ranks_of(costed.problem, found.subsets) == [[0, 1]]
+    assert ranks_of(problem_of(spec), found.subsets) == [[0, 1]]
 
 
 def test_a_hand_written_run_may_say_rows_too():
@@ -613,7 +576,6 @@ def test_shipped_dags_and_clusters_have_a_plan_that_runs(tmp_path, dag, mode, cl
     own_run = Path(f"dags/runs/embedded_{dag}.yaml")
     spec = load(dag, str(own_run) if own_run.exists() else None, [f"mode={mode}"],
                 cluster or str(tmp_path / "cluster.yaml"))
-    costed = CostedProblem(problem_of(spec))
-    found = runnable(spec, costed)
+    found = runnable(spec)
     ranks = sum(map(sum, found.subsets))
-    assert plan(planned_run(spec, written(costed.problem, found)), ranks).ranks == ranks
+    assert plan(planned_run(spec, written(problem_of(spec), found)), ranks).ranks == ranks
