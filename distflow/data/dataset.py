@@ -15,12 +15,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import numpy
 from PIL import Image, UnidentifiedImageError
 
 from distflow.config.run import Data
-from distflow.data.forms import Form, as_messages, columns_of, field_names, form_of, reader_of
-from distflow.data.parquet import Parquet
+from distflow.data.forms import Form, as_conversation, columns_of, field_names, form_of, reader_of
+from distflow.data.parquet import Parquet, read_as_written, readings
 from distflow.data.problems import (
     CONVERSATION,
     NAME_IMAGES,
@@ -151,6 +150,10 @@ def _open_file(path: Path) -> Records:
         bare = path.with_suffix("")
         other = bare if bare.suffix in kinds else path.with_stem(f"{path.stem}-unpacked")
         hint = f"Unpack it:  {packed} -dc {shlex.quote(str(path))} > {shlex.quote(str(other))}"
+    elif path.suffix == ".arrow":
+        program = f"import datasets; datasets.Dataset.from_file({str(path)!r}).to_parquet(" \
+                  f"{str(path.with_suffix('.parquet'))!r})"
+        hint += f"\nInstead:  python -c {shlex.quote(program)}"
     what = f"it is packed by {packed}" if packed else f"unknown kind of data: `{path.suffix or path.name}`"
     raise InvalidInput(Diagnostic(what, Location(str(path)), hint))
 
@@ -343,7 +346,7 @@ def _remedy(name: str, record: Record, fields: RequiredFields) -> str:
     meant = {key: next((each for pattern in _SYNONYMS[key] for each in free
                         if fnmatchcase(each.lower().rpartition(".")[2], pattern)), "FIELD")
              for key, field in taken.items() if field not in record}
-    if is_conversation(as_messages(record.get(meant.get("question", "")))):
+    if is_conversation(as_conversation(record.get(meant.get("question", "")))):
         meant.pop("answer", None)  # it is in the conversation
     settings = " ".join(f"--set data.{key}={each}" for key, each in meant.items())
     guess = all(meant.get(key) == "FIELD" for key, field in taken.items() if field == name)
@@ -398,9 +401,7 @@ class SavedFolder:
             hint = f"Name one:  {path}/{next(iter(self.data))}"
             raise InvalidInput(Diagnostic(f"it holds several splits: {', '.join(self.data)}", Location(str(path)),
                                           hint))
-        features = self.data.features
-        self.classes = {name: each.names for name, each in features.items() if isinstance(each, datasets.ClassLabel)}
-        self.narrow = [name for name, each in features.items() if getattr(each, "dtype", "") == "float32"]
+        self.readings = readings(self.data.features.arrow_schema)
 
     def __len__(self) -> int:
         return len(self.data)
@@ -409,11 +410,4 @@ class SavedFolder:
         return Location(f"{self.path}: row {index + 1}")
 
     def get(self, indices: Sequence[int]) -> list[Record]:
-        return [self._meant(self.data[int(index)]) for index in indices]
-
-    def _meant(self, record: Record) -> Record:
-        """Return a record as `Parquet` reads it: with names of classes, and numbers as they were written."""
-        named = {name: classes[record[name]] if record[name] is not None and 0 <= record[name] < len(classes) else None
-                 for name, classes in self.classes.items()}
-        return {**record, **named, **{name: float(str(numpy.float32(record[name]))) for name in self.narrow
-                                      if record[name] is not None}}
+        return [read_as_written(self.data[int(index)], self.readings) for index in indices]

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import decimal
+import itertools
 import json
 import math
 import re
@@ -25,11 +26,15 @@ OF_QUESTIONS = ("system", "system_prompt", "context", "passage", "choices", "opt
 SCORES = ("score_chosen", "score_rejected")
 """Fields by whose names they say how good the answers of a pair are."""
 _ABSENT = object()
-_TURNS = (("role", "content"), ("role", "tool_calls"), ("from", "value"), ("from", "content"))
+_SPEAKER, _SAID = ("from", "speaker"), ("value", "content", "text")
+_TURNS = (("role", "content"), ("role", "tool_calls"), *itertools.product(_SPEAKER, _SAID))
 """Pairs of keys by one of which a mapping is a message."""
+_EXCHANGES = (("human", "assistant"), ("user", "assistant"), ("input", "output"), ("query", "response"))
+"""Pairs of keys by one of which a mapping is a question with its answer, as ms-swift, Firefly and XTuner have them."""
 _CALL = "tool_call"
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
-          "developer": "system", "observation": "tool", "tool_response": "tool", "function_call": _CALL} | {
+          "developer": "system", "observation": "tool", "tool_response": "tool", "function": "tool",
+          "function_call": _CALL} | {
               role: role for role in ("user", "assistant", "system", "tool", _CALL)}
 """Roles of messages by the names that data sets have for them, in small letters. Another role stays as it is."""
 _THOUGHTS = re.compile(r"\s*(<think>.*?</think>|)(.*)", re.DOTALL)
@@ -48,7 +53,7 @@ class Form:
     """Field with what the question is about, which may be empty and is put behind it."""
 
 
-_SHAREGPT_FIELD = "conversations"
+_SHAREGPT_FIELD, _SHAREGPT_FIELDS = "conversations", ("conversations", "conversation")
 FORMS = (
     Form("verl's form", ("prompt", "reward_model.ground_truth"), "prompt", "reward_model.ground_truth"),
     Form("TRL's form of prompt and completion", ("prompt", "completion"), "prompt", "completion"),
@@ -94,8 +99,9 @@ def reader_of(data: Data) -> Callable[[Record], Record]:
                 result[ANSWER] = _walk(record, form.answer)
         for name in texts:
             if isinstance(value := result.get(name), str | list | dict):
-                result[name] = as_messages(_with_mask(value, record) if name == data.question else value)
-        if (form and form.input) or (form.question if form else data.question) == _SHAREGPT_FIELD:
+                result[name] = as_conversation(_with_mask(value, record)) if name == data.question else \
+                    as_messages(value)
+        if (form and form.input) or (form.question if form else data.question) in _SHAREGPT_FIELDS:
             result[data.question] = _with_context(result.get(data.question), record)
         if isinstance(answer := result.get(data.answer), list) and answer and all(map(_is_number, answer)):
             result[data.answer] = [*map(answer_text, answer)]  # each is right; as numbers they would be an interval
@@ -144,10 +150,20 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | decimal.Decimal) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def as_conversation(value: Any) -> Any:
+    """Return a conversation as `as_messages` does, also where it is a list of questions with their answers."""
+    turns = value if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value) else []
+    keys = next((keys for keys in _EXCHANGES if turns and all(
+        {*keys} <= turn.keys() <= {*keys, "system"} for turn in turns)), None)
+    said = [("system", "system"), *zip(keys or (), ("user", "assistant"))]
+    return as_messages([{"role": role, "content": turn[key]} for turn in turns for key, role in said
+                        if turn.get(key) or key != "system"] if keys else value)
+
+
 def as_messages(value: Any) -> Any:
     """Return a conversation as messages with `role` and `content`, by the roles that templates know: also those of
     ShareGPT (`from`, `value`), of `User` and `model`, one message, JSON text of any, or text in which `Human:` and
-    `Assistant:` speak in turn. Whatever else it is stays."""
+    `Assistant:` speak in turn. OpenAI's older `function_call` is a call of a tool. Whatever else it is stays."""
     if isinstance(value, str) and value.startswith("\n\nHuman:"):
         speakers, texts = (_SPEAKERS.split(value)[first::2] for first in (1, 2))
         return [{"role": _role(speaker), "content": text.strip()}
@@ -159,9 +175,13 @@ def as_messages(value: Any) -> Any:
             value = parsed
     if isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value:
         value = [value]
-    if isinstance(value, list) and value and all(map(_is_sharegpt, value)):
-        return _with_calls([{"role": _role(turn["from"]), "content": turn.get("value", turn.get("content")),
-                             **{key: each for key, each in turn.items() if key in LEARNED}} for turn in value], value)
+    keys = [*filter(None, map(_keys_of, value))] if isinstance(value, list) else []
+    if keys and len(keys) == len(value):
+        return _with_calls([{"role": _role(turn[speaker]), "content": _content(_role(turn[speaker]), turn[said]),
+                             **{key: each for key, each in turn.items() if key in LEARNED}}
+                            for turn, (speaker, said) in zip(value, keys)], value)
+    if isinstance(value, list) and any(map(_own_role, value)):
+        value = [_modern(turn) if _own_role(turn) else turn for turn in value]
     if isinstance(value, list) and any(_role(turn) != turn or turn == _CALL for turn in map(_own_role, value)):
         return _with_calls([{**turn, "role": _role(turn["role"])} if _own_role(turn) else turn for turn in value],
                            value)
@@ -214,9 +234,26 @@ def _role(name: Any) -> Any:
     return _ROLES.get(name.strip().lower(), name) if isinstance(name, str) else name
 
 
-def _is_sharegpt(turn: Any) -> bool:
-    return isinstance(turn, dict) and _role(turn.get("from")) in _ROLES.values() and "role" not in turn and \
-        ("value" in turn) != ("content" in turn)
+def _modern(turn: Record) -> Record:
+    """Return a message with the call of its older `function_call`, and with the result of a tool as text."""
+    called, content = turn.get("function_call"), _content(_role(turn["role"]), turn.get("content"))
+    if isinstance(called, dict) and called.get("name") and not turn.get("tool_calls"):
+        turn = {**turn, "function_call": None, "tool_calls": [{"type": "function", "function": called}]}
+    return turn if content is turn.get("content") else {**turn, "content": content}
+
+
+def _content(role: Any, content: Any) -> Any:
+    """Return the content of a message: JSON where a tool's result is data."""
+    parts = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
+    return content if role != "tool" or content is None or isinstance(content, str) or parts else answer_text(content)
+
+
+def _keys_of(turn: Any) -> tuple[str, str] | None:
+    """Return the keys of who speaks and of what is said, in a message that has one of each and no `role`."""
+    keys = [[key for key in keys if key in turn] for keys in (_SPEAKER, _SAID)] \
+        if isinstance(turn, dict) and "role" not in turn else []
+    right = [*map(len, keys)] == [1, 1] and _role(turn[keys[0][0]]) in _ROLES.values()
+    return (keys[0][0], keys[1][0]) if right else None
 
 
 def _has(record: Mapping[str, Any], form: Form) -> bool:

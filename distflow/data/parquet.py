@@ -4,8 +4,7 @@ A row group is decoded when a record of it is first asked for, a batch at a time
 that are held fit `_MEMORY`; those of further row groups go to a temporary file, compressed, of which a read maps one.
 So a shuffled epoch decodes each row group once, and memory does not grow with the file.
 
-Classes of `datasets` are read by their names, and numbers of 32 bits as they were written: 0.1, not
-0.10000000149011612.
+Values are read as they were written, see `readings`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import errno
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy
 
 from distflow.errors import Diagnostic, InvalidInput, Location
 
+Reading = Callable[[Any], Any]
 _MEMORY = 2**27
 """Bytes of decoded batches that a file may hold in memory."""
 _ROWS = 256
@@ -48,7 +48,7 @@ class Parquet:
         self.names: list[str] = self.file.schema_arrow.names
         if twice := next((name for name in self.names if self.names.count(name) > 1), ""):
             raise InvalidInput(Diagnostic(f"it has column `{twice}` twice", Location(str(path)), "Rename one of them."))
-        self.classes = _classes(self.file.schema_arrow.metadata or {})
+        self.readings = readings(self.file.schema_arrow)
         self.columns: list[str] | None = None
         self.groups: dict[int, _Batches] = {}
         self.held = 0  # bytes of batches in memory
@@ -85,7 +85,7 @@ class Parquet:
         for group in numpy.unique(groups).tolist():
             own = numpy.unique(wanted[groups == group])
             found.update(zip(own.tolist(), self._group(group).rows(own - self.starts[group])))
-        return [found[index] for index in wanted.tolist()]
+        return [read_as_written(found[index], self.readings) for index in wanted.tolist()]
 
     def _group(self, number: int) -> _Batches:
         import pyarrow
@@ -93,12 +93,10 @@ class Parquet:
         if number not in self.groups:
             self._check_size(number)
             fields = [self.file.schema_arrow.field(name) for name in self.columns or self.names]
-            batches = _Batches(pyarrow.schema([_meant_field(field, self.classes) for field in fields]))
+            batches = _Batches(pyarrow.schema(fields))
             try:
                 for batch in self.file.iter_batches(_ROWS, [number], self.columns, use_threads=False):
-                    names = batch.schema.names
-                    columns = [_meant(column, self.classes.get(name)) for name, column in zip(names, batch)]
-                    batches.add(pyarrow.RecordBatch.from_arrays(columns, names), _MEMORY - self.held)
+                    batches.add(batch, _MEMORY - self.held)
                 batches.finish()
             except (pyarrow.ArrowInvalid, OSError) as error:
                 if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -121,32 +119,58 @@ class Parquet:
                                               "No text does: the file is damaged, or made to fill the memory."))
 
 
-def _classes(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
-    """Return the names of the classes of each column in which `datasets` has written their numbers."""
+def read_as_written(record: dict[str, Any], readings: Mapping[str, Reading]) -> dict[str, Any]:
+    return {**record, **{name: read(record[name]) for name, read in readings.items() if name in record}}
+
+
+def readings(schema: Any) -> dict[str, Reading]:
+    """Return, by the name of each column that needs it, a function that makes of a value what was written: the names of
+    classes of `datasets` and its JSON, 0.1 where 32 or 16 bits have 0.10000000149011612, a mapping."""
     try:
-        features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
-    except (ValueError, AttributeError):
-        return {}
-    return {name: feature["names"] for name, feature in features.items() if isinstance(feature, dict)
-            and feature.get("_type") == "ClassLabel" and isinstance(feature.get("names"), list)}
+        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+    except (ValueError, LookupError, TypeError):
+        features = {}
+    found = {field.name: _reading(field.type, _inner(features, field.name)) for field in schema}
+    return {name: reading for name, reading in found.items() if reading}
 
 
-def _meant_field(field: Any, classes: Mapping[str, list[str]]) -> Any:
+def _inner(feature: Any, name: str) -> Any:
+    return feature.get(name) if isinstance(feature, dict) else None
+
+
+def _reading(kind: Any, feature: Any) -> Reading | None:
+    """Return the reading of values of an Arrow type, which `datasets` has described as a `feature`; None: none."""
     import pyarrow
 
-    return field.with_type(pyarrow.string() if field.name in classes else
-                           pyarrow.float64() if pyarrow.types.is_float32(field.type) else field.type)
+    types, special = pyarrow.types, _inner(feature, "_type")
+    names = _inner(feature, "names") if special == "ClassLabel" else None
+    if isinstance(names, list):
+        return lambda value: names[value] if value is not None and 0 <= value < len(names) else None
+    if isinstance(kind, pyarrow.BaseExtensionType) and kind.extension_name == "arrow.json":
+        return lambda value: json.loads(value) if isinstance(value, str) else value
+    if types.is_float32(kind) or types.is_float16(kind):
+        narrow = numpy.float32 if types.is_float32(kind) else numpy.float16
+        return lambda value: value if value is None else float(str(narrow(value)))
+    if types.is_dictionary(kind):
+        return _reading(kind.value_type, feature)
+    if types.is_map(kind):
+        item = _reading(kind.item_type, None) or _as_it_is
+        return lambda pairs: {key: item(value) for key, value in pairs} if isinstance(pairs, list) else pairs
+    if types.is_struct(kind):
+        columns = special in ("Sequence", "List")  # a list of mappings, which Arrow has as a mapping of lists
+        fields = _inner(feature, "feature") if columns else feature
+        own = {field.name: reading for field in kind if (reading := _reading(
+            field.type, {"feature": _inner(fields, field.name)} if columns else _inner(fields, field.name)))}
+        return (lambda value: {**value, **{name: read(value.get(name)) for name, read in own.items()}}
+                if isinstance(value, dict) else value) if own else None
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        inner = _reading(kind.value_type, feature[0] if isinstance(feature, list) else _inner(feature, "feature"))
+        return (lambda values: [*map(inner, values)] if isinstance(values, list) else values) if inner else None
+    return None
 
 
-def _meant(column: Any, classes: list[str] | None) -> Any:
-    """Return a column with the names of its classes, or with 64 bits for numbers of 32 that are written alike."""
-    import pyarrow
-
-    if classes is not None:
-        return pyarrow.array([classes[each] if each is not None and 0 <= each < len(classes) else None
-                              for each in column.to_pylist()], pyarrow.string())
-    narrow = pyarrow.types.is_float32(column.type)
-    return column.cast(pyarrow.string()).cast(pyarrow.float64()) if narrow else column
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 class _Batches:

@@ -118,8 +118,14 @@ def differs_from_question(value: Any, asked: Any) -> bool:
 
 def tools_of(record: Record, data: Data) -> list[dict[str, Any]] | None:
     """Return the tools that a record names, or None; JSON text, as Parquet files often have it, is parsed."""
-    value = record.get(data.tools) if data.tools else None
-    return (json.loads(value or "null") if isinstance(value, str) else _without_nulls(value)) or None
+    return _tools(record.get(data.tools)) or None if data.tools else None
+
+
+def _tools(value: Any) -> Any:
+    """Return the tools of a field, each of which, or all, may be JSON text; one alone is a list of one."""
+    found = json.loads(value or "null") if isinstance(value, str) else _without_nulls(value)
+    found = [found] if isinstance(found, dict) and {"function", "name"} & found.keys() else found
+    return [json.loads(tool) if isinstance(tool, str) else tool for tool in found] if isinstance(found, list) else found
 
 
 def question_text(asked: str | list[Message]) -> str:
@@ -237,7 +243,7 @@ def _no_bytes(value: Any) -> str:
 def tools_error(value: Any) -> str:
     """Return the requirement that a field of tools fails; "" if it is right."""
     try:
-        value = json.loads(value or "null") if isinstance(value, str) else value
+        value = _tools(value)
     except (ValueError, RecursionError):
         return _TOOLS
     right = value is None or (isinstance(value, list) and all(isinstance(tool, dict) for tool in value))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import subprocess
+import sys
 import tracemalloc
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -177,3 +179,14 @@ def test_json_records_name_the_byte_that_is_no_text(tmp_path):
     assert found.get([0, 1, 3]) == [{"n": "é"}, {"n": "€"}, {"n": 4}]
     with pytest.raises(InvalidInput, match="all.json:3: not UTF-8: byte 0xe9"):
         found.get([2])
+
+
+def test_a_file_that_datasets_caches_is_converted_by_the_command_that_is_named(tmp_path):
+    table = pyarrow.Table.from_pylist([{"question": "1 + 1?", "answer": "2"}])
+    with pyarrow.ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
+        stream.write_table(table)
+    with pytest.raises(InvalidInput) as caught:
+        open_records(tmp_path / "a.arrow")
+    command = str(caught.value).partition("Instead:  python")[2]
+    subprocess.run(f"{sys.executable}{command}", shell=True, check=True)
+    assert open_records(tmp_path / "a.parquet").get([0]) == table.to_pylist()

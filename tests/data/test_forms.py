@@ -28,6 +28,7 @@ def as_roles(asks: str, answers: str) -> list[dict[str, str]]:
     return [{"role": asks, "content": "1 + 1?"}, {"role": answers, "content": "2"}]
 
 
+CALL = {"name": "add", "arguments": '{"a": 1}'}
 READ = {  # form → record, settings, question as messages, answer, columns
     "question and answer": ({"question": "1 + 1?", "answer": "2"}, {}, ASKED, "2", {}),
     "GSM8K": ({"question": "1 + 1?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"}, {}, ASKED,
@@ -92,6 +93,29 @@ READ = {  # form → record, settings, question as messages, answer, columns
                                                   {"from": "Model", "value": "2"}]}, {}, ASKED, "2", {}),
     "ShareGPT with content": ({"conversations": [{"from": "human", "content": "1 + 1?"},
                                                  {"from": "gpt", "content": "2"}]}, {}, ASKED, "2", {}),
+    "questions with their answers": (  # as ms-swift and Firefly have them
+        {"conversation": [{"human": "0 + 1?", "assistant": "1"}, {"human": "1 + 1?", "assistant": "2"}],
+         "system": "Add."}, {"question": "conversation"},
+        [{"role": "system", "content": "Add."}, {"role": "user", "content": "0 + 1?"},
+         {"role": "assistant", "content": "1"}, *ASKED], "2", {}),
+    "questions with their answers and a system": (  # as XTuner has them
+        {"conversations": [{"system": "Add.", "input": "1 + 1?", "output": "2"}]}, {},
+        [{"role": "system", "content": "Add."}, *ASKED], "2", {}),
+    "tests are no conversation": (
+        {"question": "1 + 1?", "answer": "2", "tests": [{"input": "1", "output": "2"}]}, {"columns": ["tests"]}, ASKED,
+        "2", {"tests": '[{"input": "1", "output": "2"}]'}),
+    "speakers": ({"conversation": [{"speaker": "user", "text": "1 + 1?"}, {"speaker": "assistant", "text": "2"}]},
+                 {"question": "conversation"}, ASKED, "2", {}),
+    "OpenAI's older calls": (  # phoenix#11372
+        {"messages": [*ASKED, {"role": "assistant", "content": "", "function_call": CALL},
+                      {"role": "function", "name": "add", "content": "2"}, TURNS[1]]}, {},
+        [*ASKED, {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {
+            "name": "add", "arguments": {"a": 1}}}]}, {"role": "tool", "name": "add", "content": "2"}], "2", {}),
+    "a result that is data": (
+        {"messages": json.dumps([*ASKED, {"role": "assistant", "content": "", "tool_calls": [{"function": CALL}]},
+                                 {"role": "tool", "content": {"sum": 2}}, TURNS[1]])}, {},
+        [*ASKED, {"role": "assistant", "content": "", "tool_calls": [{"function": {
+            "name": "add", "arguments": {"a": 1}}}]}, {"role": "tool", "content": '{"sum": 2}'}], "2", {}),
     "ShareGPT with weights": (
         {"conversations": [{**SHAREGPT[0], "weight": 0}, SHAREGPT[1]]}, {}, [{**ASKED[0], "weight": 0}], "2", {}),
     "messages as JSON text": ({"prompt": json.dumps(ASKED), "answer": "2"}, {}, ASKED, "2", {}),

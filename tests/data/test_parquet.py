@@ -88,6 +88,39 @@ def test_a_column_that_stands_twice_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("folder", [False, True])
+def test_values_within_others_are_read_as_they_were_written(tmp_path, folder):
+    """datasets#6311: classes in lists and mappings; ms-swift#10125: messages as JSON of `datasets`."""
+    names = datasets.ClassLabel(names=["no", "yes"])
+    features = datasets.Features({
+        "question": datasets.Value("string"), "answer": {"label": names, "score": datasets.Value("float32")},
+        "more": datasets.List(names), "turns": [{"label": names}], "messages": datasets.List(datasets.Json()),
+        "of_lists": datasets.Sequence({"label": names, "score": datasets.Value("float16")})})
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [{"name": "f", "n": None}]}]
+    rows = [{"question": "?", "answer": {"label": 1, "score": 0.1}, "more": [1, 0, None], "turns": [{"label": 1}],
+             "messages": messages, "of_lists": {"label": [1, 0], "score": [0.1, None]}},
+            dict.fromkeys(features)]
+    made = datasets.Dataset.from_list(rows, features=features)
+    made.save_to_disk(str(tmp_path / "made")) if folder else made.to_parquet(str(tmp_path / "made.parquet"))
+    first, second = open_records(tmp_path / ("made" if folder else "made.parquet")).get([0, 1])
+    assert first == {"question": "?", "answer": {"label": "yes", "score": 0.1}, "more": ["yes", "no", None],
+                     "turns": [{"label": "yes"}], "messages": messages,
+                     "of_lists": {"label": ["yes", "no"], "score": [0.1, None]}}
+    assert not any(value for name, value in second.items() if name not in ("answer", "of_lists"))
+
+
+def test_maps_are_mappings_and_encoded_values_are_read(tmp_path):
+    pairs = pyarrow.array([[("a", 0.1), ("b", None)], None], pyarrow.map_(pyarrow.string(), pyarrow.float32()))
+    table = pyarrow.table({"question": pyarrow.array(["?", "!"]).dictionary_encode(), "meta": pairs,
+                           "answer": pyarrow.array([0.1, None], pyarrow.float16()),
+                           "long": pyarrow.array([["x"], None], pyarrow.large_list(pyarrow.large_string()))})
+    files.write_table(table, tmp_path / "a.parquet")
+    assert open_records(tmp_path / "a.parquet", Data(train="", columns={"a": "meta.a"})).get([0])[0]["a"] == 0.1
+    assert open_records(tmp_path / "a.parquet").get([0, 1]) == [
+        {"question": "?", "meta": {"a": 0.1, "b": None}, "answer": 0.1, "long": ["x"]},
+        {"question": "!", "meta": None, "answer": None, "long": None}]
+
+
+@pytest.mark.parametrize("folder", [False, True])
 def test_classes_have_names_and_narrow_numbers_are_as_written(tmp_path, folder):
     """As MMLU has its answers, and as pandas keeps small tables."""
     features = datasets.Features({"question": datasets.Value("string"), "answer": datasets.ClassLabel(names=[*"ABCD"]),

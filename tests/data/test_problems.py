@@ -1,5 +1,7 @@
 """Questions, tools and answers in the forms in which datasets have them."""
 
+import json
+
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -90,9 +92,10 @@ def test_keys_that_parquet_has_added_are_taken_out_however_deep(tmp_path):
 
 def test_tools_as_a_list_or_as_json():
     data, tool = Data(train="", tools="tools"), {"type": "function", "function": {"name": "add"}}
-    assert tools_of({"tools": [tool]}, data) == [tool]
+    for tools in ([tool], tool, json.dumps(tool), [json.dumps(tool)]):
+        assert tools_of({"tools": tools}, data) == [tool]
     assert tools_of({"tools": '[{"type": "function", "function": {"name": "add"}}]'}, data) == [tool]
     assert [tools_of(record, data) for record in ({}, {"tools": None}, {"tools": ""}, {"tools": []})] == [None] * 4
     assert tools_of({"tools": [tool]}, Data(train="")) is None
-    assert not any(tools_error(value) for value in ([tool], "[]", None, ""))
+    assert not any(tools_error(value) for value in ([tool], "[]", None, "", tool, [json.dumps(tool)]))
     assert all(tools_error(value) for value in ("{", 3, "7", {"a": 1}, [3, "x"], "[3]"))

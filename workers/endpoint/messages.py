@@ -203,7 +203,8 @@ def find_tool_calls(text: str, name: str, tools: Iterable[Any] | None = None) ->
         called = _tagged(match[1], tools or ()) or parsed_arguments(match[1])
         given = called.get("arguments", called.get("parameters")) if isinstance(called, dict) else False
         given = parsed_arguments(given) if isinstance(given, str) and given.strip() else given
-        arguments = {} if given in (None, "") else given
+        alone = isinstance(called, dict) and not any(isinstance(value, dict) for value in called.values())
+        arguments = {} if given in (None, "") and alone else given
         if not isinstance(arguments, dict) or not isinstance(called.get("name"), str):
             return text, []
         function = CalledFunction(name=called["name"], arguments=json.dumps(finite(arguments)))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from distflow.contracts.decorators import Turn, environment
+from workers.isolation.rewards import behind_thoughts
 
 
 @environment(safe=True, stateless=True)
@@ -25,7 +26,8 @@ class Lookup:
     def step(self, text: str) -> Turn:
         _, found, key = text.strip().rpartition("\n")[2].partition("lookup:")
         if not found:
-            return Turn(done=True, reward=float(bool(self.answer) and self.answer.lower() in text.lower()))
+            said = behind_thoughts(text) or ""
+            return Turn(done=True, reward=float(bool(self.answer) and self.answer.lower() in said.lower()))
         known = {name.lower(): value for name, value in self.facts.items()}
         return Turn(known.get(key.strip().lower(), f"nothing is known of {key.strip()!r}"))
 

@@ -8,6 +8,7 @@ import re
 from pydantic import PositiveFloat, PositiveInt
 
 from distflow.contracts.decorators import Turn, environment
+from workers.isolation.environments import final_answer
 from workers.isolation.sandbox.runner import run_python
 
 _PROGRAM = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -24,20 +25,16 @@ class PythonSandbox:
     def __init__(self, answer: str, *, seconds: PositiveFloat = 5.0, memory_mib: PositiveInt = 512,
                  output: PositiveInt = 2000):
         """`seconds` and `memory_mib` that a program may take; characters of its `output` that are shown."""
-        self.expected = _final(answer)
+        self.expected = answer.rpartition("####")[2].strip()
         self.seconds, self.memory_mib, self.output = seconds, memory_mib, output
 
     async def step(self, text: str) -> Turn:
-        programs = _PROGRAM.findall(text)
-        if not programs or "####" in text:
-            return Turn(done=True, reward=float("####" in text and _final(text) == self.expected))
+        programs, given = _PROGRAM.findall(text), final_answer(text)
+        if not programs or given is not None:
+            return Turn(done=True, reward=float(given == self.expected))
         done = await asyncio.to_thread(run_python, programs[-1], seconds=self.seconds, memory_mib=self.memory_mib)
         shown = done.stdout if done.ok else f"{done.stdout}{done.stderr}\n({_end(done.ended, self.seconds)})"
         return Turn(shown if len(shown) <= self.output else f"{shown[: self.output]}…")
-
-
-def _final(text: str) -> str:
-    return text.rpartition("####")[2].strip()
 
 
 def _end(ended: str, seconds: float) -> str:

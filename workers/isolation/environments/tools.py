@@ -21,6 +21,7 @@ from pydantic_core import from_json, to_json
 
 from distflow.contracts.decorators import Turn, environment
 from workers.endpoint.messages import find_tool_calls
+from workers.isolation.environments import final_answer
 
 Tools = dict[str, dict[str, Any]]  # name, description and parameters, by name
 _LISTED = """\
@@ -48,7 +49,7 @@ class MCPTools:
         """`server` is a command, as `python my_tools.py`, or an address, as `http://localhost:8000/mcp`, which gets the
         environment variable `key_variable` as a bearer token. `tools` are those that may be called (default: all);
         `list_tools` puts them behind the question. Characters of its `output` that are shown."""
-        self.expected, self.server, self.key_variable = _final(answer), server, key_variable
+        self.expected, self.server, self.key_variable = answer.rpartition("####")[2].strip(), server, key_variable
         self.allowed, self.list_tools, self.output = tools, list_tools, output
 
     async def start(self) -> str:
@@ -65,7 +66,7 @@ class MCPTools:
             return Turn("\n".join([await self._call(each.function.name, each.function.arguments) for each in calls]))
         if "<tool_call>" in text.rpartition("</think>")[2]:
             return Turn('This is no call. Write  <tool_call>{"name": "NAME", "arguments": {}}</tool_call>')
-        return Turn(done=True, reward=float("####" in text and _final(text) == self.expected))
+        return Turn(done=True, reward=float(final_answer(text) == self.expected))
 
     async def _call(self, name: str, arguments: str) -> str:
         server, tools = await self._connected()
@@ -182,7 +183,3 @@ def _innermost(error: BaseException | None) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}" if error else "it has ended"
-
-
-def _final(text: str) -> str:
-    return text.rpartition("####")[2].strip()

@@ -275,6 +275,8 @@ def _words(given: list[Token]) -> str:
     """Return the words that an answer consists of, the names of figures in it, or its one sign as `<`; else ""."""
     if len(given) == 1 and given[0].text in _ORDER:
         return given[0].text
+    if given and given[-1].text == "infinity":
+        return ""
     if not given or not all(token.kind in ("word", "text") or token.text in _OF_NAMES for token in given):
         return ""
     figures = any(token.text.startswith("\\") and token.kind == "command" for token in given)
@@ -406,7 +408,8 @@ def _single(given: list[Token]) -> Answer:
     if len(given) == 1 and given[0].kind == "word" and len(given[0].text) > 1 and given[0].text.isupper():
         return Answer("words", text=given[0].text)
     bare = _without_units(given)
-    unit = " ".join(token.text.strip() for token in given[len(bare) :] if token.kind in ("text", "word"))
+    unit = " ".join(token.text.strip() for token in given[len(bare) :]
+                    if token.kind in ("text", "word") or token.text == "/")
     text = "".join(texts) if all(token.kind in ("word", "text") for token in given) else ""
     values = _without_signs(_without_degrees(expression(bare)))
     found = [Answer("value", node=value, text=text, unit=unit) for value in values]

@@ -49,6 +49,7 @@ _COUNTER = re.compile(
 _ALSO_COUNTED = frozenset("块塊周角点點分분杯잔")
 """Units that may also count things, people or points."""
 _SAYING = re.compile(r"(?:입니다|이다|이에요|예요|です|である|だ)\Z")
+_PER, _SPEEDS = re.compile(r"\s*(?:/|\bper\b|每)\s*"), {"mph": "mi/h", "kph": "km/h", "kmh": "km/h"}
 _PLURAL = re.compile(r"(?!(?:unit|degree|percent|time|other|total)s\Z)[a-z]{2,}[^\Wsiu]s|people|children|(?:wo)?men")
 """Things that are counted, in English. Words that may stand for any unit are none."""
 SHORT_UNITS = frozenset(name for name in _MEASURES if name.isascii() and name.isalpha() and len(name) < 3)
@@ -70,6 +71,9 @@ def is_unit(word: str) -> bool:
 def units_of(word: str) -> dict[str, str]:
     """Return the unit that a word means in each quantity that it may measure, of which one is a number of things;
     nothing if it is no unit that is known."""
+    if len(parts := _PER.split(_SPEEDS.get(word.lower(), word))) == 2:
+        above, below = map(units_of, parts)
+        return {f"{one}/{other}": f"{above[one]}/{below[other]}" for one in above for other in below}
     names = [word, word.lower(), word.lower().removesuffix("s"), _SAYING.sub("", word)]
     found = next((_MEASURES[name] for name in names if name in _MEASURES), {})
     counted = _COUNTER.fullmatch(names[-1]) or (word.isascii() and _PLURAL.fullmatch(names[1]))
@@ -79,6 +83,8 @@ def units_of(word: str) -> dict[str, str]:
 
 def differ(one: dict[str, str], other: dict[str, str]) -> bool:
     """Return whether two units are known and not the same, such as cm and m, or cm and kg. Two of money are compared
-    as money: 块 and 角 may both count things, too."""
+    as money: 块 and 角 may both count things, too. A rate may be named by what it is of: 5 km an hour are 5 km."""
+    if ("/" in "".join(one)) != ("/" in "".join(other)):
+        return False
     both = one.keys() & other.keys()
     return bool(one and other) and not any(one[each] == other[each] for each in both & {"money"} or both)

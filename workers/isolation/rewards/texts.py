@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import json
@@ -56,6 +57,7 @@ _LIMITING = re.compile(
     "[不没沒无無非或负負]|ない|아니|아닌|[至最][少多]|[大小多少高低][于於]|超过|超過|以[内內]|一半|半分|[两兩双雙]倍|方根|절반|제곱근|少なくとも|多くとも|적어도|최소한|최대한")
 """The same in East Asian scripts, within a word."""
 _NEGATIVE = re.compile(rf"\b(?:negative|minus)\s+(?=[{CURRENCIES}]?\s*\.?[0-9])", re.IGNORECASE)
+_RATE = re.compile(r"[^\W\d_]+\s*(?:/|\bper\b|每)\s*[^\W\d_]+")
 _SPACES = re.compile(r"\s+")
 _LABEL = re.compile(r"[:=≈]\s*$")
 _SAYS = re.compile(r".*(?:是|为|為|等于|等於|得|共|有|答案?|は|が|은|는)")
@@ -262,7 +264,8 @@ def _units_of(text: str) -> dict[str, str]:
     if currency and (currency[1] != "$" or text.count("$") == 1):
         return units_of(currency[1])
     found = _NUMBER.fullmatch(_without_remarks(_without_markup(text)).strip().rstrip(".,;: "))
-    words = _WORD.findall(found["after"]) or [found["after"].strip()] if found else []
+    after = found["after"].strip() if found else ""
+    words = [after] if _RATE.fullmatch(after) else _WORD.findall(after) or [after]
     return units_of(words[0]) if len(words) == 1 else {}
 
 
@@ -286,10 +289,11 @@ _LONG = re.compile(r"[-+]?[0-9.,]{1000,}")  # A number of so many digits is comp
 
 
 def references_of(answer: str) -> list[str]:
-    """Return the references of a record, of which each is right: the texts of a JSON list, else the answer itself."""
-    if answer.lstrip().startswith("["):
-        with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(answer)
+    """Return the references of a record, of which each is right: the texts of a list in JSON, or as Python prints it,
+    else the answer itself."""
+    for read in (json.loads, ast.literal_eval) if answer.lstrip().startswith("[") and len(answer) < _LONGEST else ():
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            found = read(answer.strip())
             if found and all(isinstance(each, str) for each in found):
                 return found
     return [answer]

@@ -22,6 +22,7 @@ def test_the_calculator_answers_the_last_operation(text, shown):
 
 @pytest.mark.parametrize(("text", "reward"), [
     ("#### 7", 1.0), ("so #### 7.", 1.0), ("#### 8", 0.0), ("", 0.0), ("seven", 0.0), ("3 + 4 = #### 7", 1.0),
+    ("<think>#### 7", 0.0), ("<think>#### 7</think>#### 8", 0.0), ("<think>#### 8</think>#### 7", 1.0),
     ("9" * 200 + " * 3 =", 0.0), ("3 ** 4", 0.0)])
 def test_the_calculators_last_turn_is_judged(text, reward):
     assert Calculator("3 + 4 = 7 #### 7").step(text) == Turn("", True, reward)
@@ -34,6 +35,8 @@ def test_the_lookup():
     assert lookup.step("lookup: capital of Mars") == Turn("nothing is known of 'capital of Mars'")
     assert lookup.step("It is lima.") == Turn("", True, 1.0)
     assert lookup.step("It is N'Djamena.") == Turn("", True, 0.0)
+    assert lookup.step("<think>Lima or N'Djamena?</think>N'Djamena") == Turn("", True, 0.0)
+    assert lookup.step("<think>Lima or") == Turn("", True, 0.0)
 
 
 @pytest.mark.parametrize("facts", ["[]", '{"a": 1}', "{"])
@@ -56,6 +59,9 @@ def test_programs_run_in_the_sandbox():
     def step(text: str) -> Turn:
         return asyncio.run(sandbox.step(text))
 
+    assert step("<think>#### 42") == step("<think>#### 42</think>#### 41") == Turn("", True, 0.0)
+    assert step("<think>#### 41</think>#### 42") == Turn("", True, 1.0)
+    assert step("<think>I try\n```python\nprint(7)\n```") == Turn("7\n")
     assert step("I try\n```python\nprint(6 * 7)\n```\n") == Turn("42\n")
     assert "ZeroDivisionError" in asyncio.run(PythonSandbox("1").step("```\n1 / 0\n```")).observation
     assert step("```python\nprint('x' * 1000)\n```").observation == "x" * 50 + "…"
