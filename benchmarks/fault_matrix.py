@@ -12,6 +12,9 @@ A cell is passed if its fault has happened and the run ended so. Some phases of 
 where the other rollout was quicker: these cells are tried in two steps, and else told as not reached.
 The other kinds, and phases at the ends of a run, are those of tests/test_recovery.py.
 Memory is that of a control group (root only); without one those cells are left out, and it is said.
+
+With `--soak 1200` there are so many kills in one run of mode async instead, of the trainer and of a rollout in every
+step, at moments that the seed draws.
 Run by hand:  python -m benchmarks.fault_matrix
 """
 
@@ -126,6 +129,23 @@ def run_course(scratch: Path, course: Course, wanted: Sequence[Cell],
     return set(happened), wrong
 
 
+def soak(scratch: Path, kills: int) -> list[str]:
+    """Run a course with so many kills, in every step one of each group; return what is wrong with the run."""
+    course, = COURSES["async"]
+    due = [(step, group) for step in range(2, kills // 2 + 2) for group in course.phases]
+    faults = json.dumps([{"kind": "kill", "group": group, "step": step} for step, group in due])
+    settings = (f"steps={due[-1][0] + 1}", *SETTINGS, "mode=async", f"groups.rollout={course.rollouts}")
+    dag = write_dag(scratch, course.talks)
+    calm = run_once(scratch, "calm", dag, "embedded.yaml", course.ranks, settings)
+    stormy = run_once(scratch, "stormy", dag, "embedded.yaml", course.ranks, (*settings, f"faults={faults}"))
+    events = read(stormy)
+    happened = sum(event["event"] == "fault_injected" for event in events)
+    found = account(events)
+    print(f"{due[-1][0] + 1} steps, {happened} of {kills} kills, {len(found.recoveries)} restarts, effective "
+          f"{found.ettr:.3f}", flush=True)
+    return differences(calm, stormy) + [f"{kills - happened} kills did not happen"] * (happened < kills)
+
+
 def write_dag(folder: Path, talks: bool) -> Path:
     """Write the algorithm of these runs, with a tool or without."""
     dag = folder / f"matrix-{'tools' if talks else 'no-tools'}.yaml"
@@ -162,6 +182,7 @@ def table(course: Course, wanted: Sequence[Cell], happened: set[Cell]) -> None:
 def flags(arguments: list[str] | None) -> Namespace:
     parser = options(__doc__, repeats=None)
     parser.add_argument("--part", choices=COURSES, action="append", help="default: all; with --quick sync")
+    parser.add_argument("--soak", type=int, help="so many kills in one run, in place of the matrix")
     given = parsed(parser, arguments)
     given.part = list(dict.fromkeys(given.part or (["sync"] if given.quick else COURSES)))
     return given
@@ -169,6 +190,13 @@ def flags(arguments: list[str] | None) -> Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     given = flags(arguments)
+    if given.soak:
+        with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
+            wrong = soak(Path(scratch), given.soak)
+        print("\n".join(wrong) or "the run has ended as the one without kills: same samples, losses and weights")
+        conclude(f"share of {given.soak} kills in one run that it has survived bit for bit",
+                 Spread.of([0.0 if wrong else 1.0]), 1.0, unit="share", holds=not wrong)
+        return
     kinds = ["kill"] if given.quick else list(KINDS)
     wrong, reached, asked = [], 0, 0
     with tempfile.TemporaryDirectory(prefix="matrix-") as scratch, contextlib.ExitStack() as stack:
