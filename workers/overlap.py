@@ -30,6 +30,7 @@ from workers.engines.rollout import Rollout
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.swap import EngineSwap
 from workers.engines.tp_leader import TPFollowerEngine, TPLeader
+from workers.isolation.env_service import begin_phase
 from workers.loop import rollout, run_chain
 from workers.rollout import RolloutContext
 from workers.rollout_channel import RolloutChannel, SampleTimeout
@@ -79,6 +80,8 @@ class ColocatedSampling:
             if self.tp_group is not None:
                 engines = {name: TPLeader(engine, self.tp_group) for name, engine in engines.items()}
             self.engines = {name: SharedEngine(engine, _keep_followers) for name, engine in engines.items()}
+            if self.alone:
+                begin_phase()
             rollout(self.loop, self.engines, self._have_enough)
             for engine in engines.values():
                 engine.release_followers()

@@ -30,6 +30,7 @@ from distflow.plan import ROLLOUT, TRAINER, Plan
 from distflow.recovery import hooks
 from distflow.recovery.fault_injection import FaultInjector
 from distflow.recovery.rank_status import COLLECTIVES, RankStatus
+from distflow.recovery.stopped import continue_stopped
 from distflow.recovery.worker_process import WorkerContext
 from distflow.rpc.host import HOST, own_host
 from distflow.store.interface import Store, StoreUnavailable
@@ -66,6 +67,7 @@ from workers.train_context import TrainContext
 from workers.training_api.calls import TrainingCalls
 from workers.weight_sync import load_if_newer
 
+_STOPPED = 60.0  # seconds that a process without a health monitor may be stopped, unless detector `frozen` has others
 _INIT_ADDRESS = "process group"  # key in the store: address at which the ranks of an attempt initialise theirs
 _EXIT_TIMEOUT = 1.0  # seconds that a process has to end by itself after SIGTERM
 
@@ -74,6 +76,10 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
     """Run a worker. Return False if another worker is to go on with changed settings. `export`: where a resumed run
     writes its models instead of going on, and nothing else: the run may be going on elsewhere."""
     began, attempt, own_heartbeat = time.monotonic(), worker_context.attempt, worker_context.heartbeat
+    if worker_context.supervisor_pid:
+        frozen = context.spec.run.robust.detectors.get("frozen")
+        limit = frozen.get("seconds", _STOPPED) if isinstance(frozen, dict) else _STOPPED
+        continue_stopped(worker_context.supervisor_pid, limit)
     heartbeat.set_current(own_heartbeat)
     own_heartbeat.start()
     timeline.current().begin(role=context.role, attempt=attempt.number)

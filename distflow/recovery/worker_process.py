@@ -18,6 +18,7 @@ from distflow.recovery.peer_replica import PeerReplica
 from distflow.recovery.restarts import Attempt
 from distflow.recovery.rollout_cache import RolloutCache
 from distflow.recovery.snapshots import Snapshots
+from distflow.recovery.stopped import continue_all
 from distflow.telemetry.heartbeat import Heartbeat
 from distflow.telemetry.processes import defy
 from distflow.telemetry.stack_file import StackFile
@@ -86,6 +87,7 @@ def _exit(pipe: int, error: BaseException | None) -> None:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
+        continue_all(os.getppid())
         os._exit(status)
 
 

@@ -28,16 +28,13 @@ from distflow.config.robust import Robust
 
 folder = Path(sys.argv[1])
 
-
 class RunStore:
     rank, ranks, store = int(os.environ.get("RANK_OF_SUPERVISOR", 0)), 2, None
-
 
 def write(name, text=""):
     new = folder / f"{name}.of-{os.getpid()}"
     new.write_text(str(text))
     new.rename(folder / name)
-
 
 def lived(context, steps=1):
     """As a worker that has come so far."""
@@ -424,7 +421,6 @@ def store_process():
 STALLED = """
 store = TCPStoreClient('127.0.0.1', {port}, {seconds})
 
-
 def work(context):
     lived(context, context.attempt.number + 2)
     write(f'worker {{context.attempt.number}}', os.getpid())
@@ -465,6 +461,30 @@ def test_a_store_that_stands_still_for_too_long_ends_the_run(start, tmp_path, st
     assert ends(worker)
 
 
+ENDED = "\n\ndef work(context):\n    continue_stopped(context.supervisor_pid, {seconds})\n    lived(context)\n" \
+        "    write('worker', os.getpid())\n    while not (folder / 'go').exists():\n        time.sleep(0.01)\n"
+
+
+DOCK = "from distflow.dock.process import start\nchild = start(bytes(16))\nwrite('dock', child.process.pid)\n"
+
+
+@pytest.mark.parametrize(("which", "what"), [("supervisor", "the supervisor of a rank"), ("torchrun", "torchrun"),
+                                             ("dock", "a helper process of a supervisor, such as the dock's,")])
+def test_a_process_that_nothing_else_monitors_is_named_and_continued(start, tmp_path, which, what):
+    """By the worker, which goes on."""
+    text = DOCK + "from distflow.recovery.stopped import continue_stopped" + ENDED.format(seconds=0.5)
+    above = start(text, shell="yes", TORCHELASTIC_RUN_ID="none")
+    worker = int(eventually(tmp_path / "worker"))
+    supervisor = parent(worker)
+    assert parent(supervisor) == above.pid
+    victim = {"supervisor": supervisor, "torchrun": above.pid, "dock": int(eventually(tmp_path / "dock"))}[which]
+    os.kill(victim, signal.SIGSTOP)
+    said = above.stderr.readline()
+    assert f"{what} (process {victim}) stood stopped for" in said
+    (tmp_path / "go").touch()
+    assert above.wait(60) == 0
+
+
 @pytest.mark.parametrize("torchrun", [True, False])
 def test_a_supervisor_ends_with_torchrun_and_not_with_a_shell(start, tmp_path, torchrun):
     """Also if no signal says so; its worker ends with it."""
@@ -492,7 +512,6 @@ from distflow.recovery import restarts
 restarts._SETTLE = 30.0  # for a cause to be known: this machine may be busy
 store, ranks = TCPStoreClient('127.0.0.1', {port}, 60.0), 2
 robust = {{'restarts': 100}}
-
 
 def work(context):
     lived(context, context.attempt.number + 2)
@@ -564,7 +583,6 @@ def test_a_supervisor_that_rests_is_not_missed_by_the_other(start, tmp_path):
             time.sleep(0.01)
         raise ValueError('the other rank has gone')
 
-
 def should_run():
     return RunStore.rank == 1 or not (folder / 'pid').exists() or (folder / '1 in 1').exists()
 """
@@ -579,7 +597,6 @@ def test_a_group_that_cannot_go_on_without_a_process_ends_with_it(start, tmp_pat
     supervisor = start(f'''
 ended, end = os.pipe()
 required, renews = {{ended: "the samples have ended: go on from a checkpoint"}}, {renews}
-
 
 def work(context):
     lived(context, 3)

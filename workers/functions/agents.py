@@ -66,7 +66,7 @@ def run_agent(engine: Any, prompts: Ragged, row: Tensor, *, agent: Agent, group_
             inbox.put(ask)
             session.wake()
 
-        with service_of(settings).client(wake) as commands, \
+        with service_of(settings).client(wake, again=False) as commands, \
                 _served(engine, episodes, limits, wake) as served:
             loop = AgentLoop(engine, session, commands, served, inbox)
             loop.run(agent, episodes, processes)

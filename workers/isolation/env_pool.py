@@ -224,6 +224,11 @@ class EnvPool(CallPool[EnvProcess]):
     def _leave(self, process: EnvProcess, but: int | None = None) -> None:
         self.homes = {row: home for row, home in self.homes.items() if home is not process or row == but}
 
+    def is_under_way(self, row: int) -> bool:
+        """Return whether a step of this row has no answer and no failure yet."""
+        calls = self.homes[row].pending.values() if row in self.homes else ()
+        return any(call.row == row for call in (*calls, *self.waiting))
+
     def end(self, row: int) -> None:
         """Drop the environment of a row."""
         self._drop([row])

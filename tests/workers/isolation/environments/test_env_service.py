@@ -18,10 +18,10 @@ from workers.isolation.env_service import EnvService
 def open_service(module):
     services = []
 
-    def make(name: str, **settings) -> EnvService:
+    def make(name: str, keeps: bool = False, **settings) -> EnvService:
         kind = {"safe": name in ("Alike", "Safe", "Patient"), "coroutine": name == "Patient", "seconds": 60.0}
         services.append(EnvService(EnvSettings(f"{module}:{name}", settings.pop("settings", {}),
-                                               **{**kind, **settings})))
+                                               **{**kind, **settings}), keeps))
         return services[-1]
 
     yield make
@@ -86,14 +86,75 @@ def test_env_service_wakes_its_client_at_an_answer(open_service, tmp_path):
         assert not client.busy
 
 
+@pytest.mark.parametrize("answered", [False, True], ids=["under way", "answered"])
+def test_env_service_keeps_a_step_in_progress_for_the_next_client(open_service, tmp_path, answered):
+    """Where the rank trains meanwhile: the step is not done twice, whether its answer has come by then or not."""
+    service, word = open_service("Patient", keeps=True), tmp_path / "word"
+    columns = {"question": str(word)}
+    with service.client() as first:
+        first.step(3, columns, "hello")
+        turn, = first.turns(60.0)
+        first.step(3, columns, "wait")
+        assert first.turns() == []
+    if answered:
+        word.touch()
+        with service.client() as other:  # the same thread reads both answers, in the order in which they come
+            while not any(step.answer for step in service.left.values()):
+                answers(other, {8: "hello"}, question=str(tmp_path / "other"))
+                other.end(8)
+    service.submit(service.begin_phase)
+    with service.client() as again:
+        again.resume(3, columns, ["hello"], [turn[1]])
+        again.step(3, columns, "wait")
+        word.touch()
+        assert again.turns(60.0) == [(3, Turn("at last", True, 1.0))]
+    asked = tmp_path / "word.asked"
+    assert asked.read_text().splitlines().count("wait") == 1
+    assert not service.left
+
+
+def test_env_service_drops_kept_steps_that_no_client_resumes(open_service, tmp_path):
+    """It is taken up with the same text alone."""
+    service, word, other = open_service("Patient", keeps=True), tmp_path / "word", str(tmp_path / "other")
+
+    def phase(text: str = "hello") -> None:
+        service.submit(service.begin_phase)
+        with service.client() as client:
+            assert answers(client, {4: text}, question=other) == {4: Turn("at last", True, 1.0)}
+
+    with service.client() as first:
+        first.step(4, {"question": str(word)}, "wait")
+        first.turns()
+    for _ in range(3):
+        phase()
+    assert len(service.left) == 1, "it is under way"
+    word.touch()
+    while service.left:  # until its answer has come, and a phase has begun after that
+        phase()
+    with service.client() as last:
+        assert answers(last, {4: "hello"}, question=other) == {4: Turn("at last", True, 1.0)}
+        assert len(service.pool.episodes) == 1
+
+
 def test_env_service_repeats_failed_steps(open_service):
     """Whether its failure was read or not; nobody waits for an answer that has been given."""
-    service = open_service("Unsafe")
+    service = open_service("Unsafe", keeps=True)
     for _ in range(3):
         with service.client() as client:
             client.step(3, {"question": "q"}, "raises")
             (_, failure), = client.turns(60.0)
             assert failure == EnvFailure("KeyError: 'no such tool'")
+    assert not service.left
+
+
+def test_env_service_keeps_nothing_of_a_client_that_restarts_its_rows(open_service, tmp_path):
+    service, columns = open_service("Patient", keeps=True), {"question": str(tmp_path / "word")}
+    with service.client(again=False) as first:
+        first.step(3, columns, "wait")
+        first.turns()
+    with service.client() as other:
+        assert answers(other, {4: "hello"}, question=str(tmp_path / "other")) == {4: Turn("at last", True, 1.0)}
+    assert not service.left
 
 
 def test_env_service_tells_all_clients_that_the_fork_server_is_lost(open_service, tmp_path):
