@@ -207,12 +207,6 @@ class Plan:
         return None, 0
 
     @property
-    def sampling_ranks(self) -> int:
-        """Number of ranks that sample, for themselves or for others."""
-        return sum(len(group.ranks) for group in self.groups
-                   if group.kind == ROLLOUT or (group.name == TRAINER and self.mode == "semi_sync"))
-
-    @property
     def rollouts(self) -> int:
         """Number of models on ranks that only sample."""
         return sum(group.replicas for group in self.groups if group.kind == ROLLOUT)

@@ -39,7 +39,7 @@ from distflow.dock import DockClient, DockError, LeaseLost
 from distflow.dock.consumers import RESULT, VALIDATION
 from distflow.dock.index import Lease
 from distflow.errors import DistflowError
-from distflow.plan import KEEP, ROLLOUT, Plan, RowLineage, Task
+from distflow.plan import KEEP, ROLLOUT, TRAINER, Plan, RowLineage, Task
 from distflow.rpc.errors import RpcError
 from distflow.store.interface import StoreUnavailable, poll_interval
 from distflow.telemetry import events, heartbeat, timeline
@@ -194,7 +194,8 @@ class RolloutContext:
         self.functions, self.dedicated = functions, plan is context.own
         self.validated = validated_elsewhere(self.spec, context.plan) if self.dedicated else None
         self.who = f"rollout {context.store.rank}" if self.dedicated else f"trainer {context.store.rank}, which samples"
-        n_loops = context.plan.sampling_ranks // plan.ranks
+        samplers = (ROLLOUT, TRAINER) if self.spec.run.trainer_samples else (ROLLOUT,)
+        n_loops = sum(len(group.ranks) for group in context.plan.groups if group.kind in samplers) // plan.ranks
         n_finish = context.plan.rollouts if self.dedicated else n_loops if self.spec.run.trainer_samples_alone else 0
         # loops that take over the prompts that others leave or that are left over; 0: not this one
         self.poll = _POLL_INTERVAL if self.dedicated else poll_interval(_COLOCATED_INTERVAL, n_loops)

@@ -14,7 +14,7 @@ _OF_A_SHARE = ("vllm", "sglang")
 
 def describe(plan: Plan, spec: Spec) -> Iterator[str]:
     yield f"{plan.name} on {plan.ranks} rank{'s' * (plan.ranks > 1)}, mode {plan.mode}, digest {plan.digest}"
-    yield from _chain(plan, spec.run.data.batch)
+    yield from _chain(plan, spec)
     yield from ("", "transfers")
     rows = [(f"{move.producer} → {task.node}", ", ".join(move.columns), move.kind.replace("_", "-"),
              _moved(move))
@@ -38,7 +38,8 @@ def _moved(move: Transfer) -> str:
     return f"{_size(move.bytes_per_step)} a step, {_size(move.bytes_of_busiest_rank)} through the busiest rank"
 
 
-def _chain(plan: Plan, batch: int) -> Iterator[str]:
+def _chain(plan: Plan, spec: Spec) -> Iterator[str]:
+    batch = spec.run.data.batch
     for group in plan.groups:
         beside = f", {group.replicas} beside each other" if group.replicas > 1 else ""
         beside += f", each over {group.plan.ranks} ranks" if group.kind != TRAINER and group.plan.ranks > 1 else ""
@@ -47,7 +48,7 @@ def _chain(plan: Plan, batch: int) -> Iterator[str]:
         yield from _tasks(plan, [task for task in plan.tasks if task.node in nodes], batch, own[0], own[-1],
                           f" ({group.name}{beside})")
         sampling = {task.role for task in group.plan.tasks if task.samples}
-        for role, samples, layout in group.plan.models if plan.mode == "semi_sync" and group.name == TRAINER else ():
+        for role, samples, layout in group.plan.models if spec.run.trainer_samples and group.name == TRAINER else ():
             if not samples or role not in sampling:
                 continue
             shared = f", {layout.width} ranks with one model" if layout.width > 1 else ""

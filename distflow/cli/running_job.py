@@ -199,11 +199,9 @@ def _change_settings(folder: Path, texts: list[str]) -> int:
     planned = plan(after, read_plan(folder)["ranks"])
     paths = {text: tuple(part.strip() for part in text.partition("=")[0].split(".")) for text in texts}
     _require_own_settings(before, paths)
-    groups = after.run.groups
-    on_rollouts = {name for role in groups.on_rollouts for name in after.lineage(role) if after.run.has_samplers}
-    infers = after.run.has_samplers and bool(groups.inference_ranks)
-    affected = {text: groups_of(path, after.run.mode, infers, on_rollouts)
-                for text, path in paths.items()}
+    on_rollouts = {name for role in after.run.groups.on_rollouts for name in after.lineage(role)
+                   if after.run.has_samplers}
+    affected = {text: groups_of(path, after.run, on_rollouts) for text, path in paths.items()}
     if refused := [refusal(paths[text], text) for text, groups in affected.items() if not groups]:
         raise InvalidInput(refused)
     settings = {".".join(path): [_value(before, path), _value(after, path)] for path in paths.values()}

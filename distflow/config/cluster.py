@@ -120,15 +120,21 @@ def _memory(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:
 
 
 def _places(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:
-    """Yield a mistake for each link that is of no distance, and not between two places."""
+    """Yield a mistake for each link that is of no distance, and not between two places, or between several pairs."""
     zones = {kind.zone for kind in cluster.machines.values()}
     known = sorted(zones | {cluster.region(zone) for zone in zones})
-    ends = {f"{one}-{other}": frozenset((one, other)) for one in known for other in known}
+    pairs = [(one, other) for one in known for other in known]
+    ends = {f"{one}-{other}": frozenset((one, other)) for one, other in pairs}
     first: dict[frozenset[str], str] = {}
     for name in (name for name in cluster.links if name not in DISTANCES):
         where = source.location(("links", name), key=True)
         before = first.setdefault(ends.get(name, frozenset((name,))), name)
-        if name not in ends:
+        named = [pair for pair in pairs if "-".join(pair) == name]
+        if len(named) > 1:
+            meant = " or ".join(f"`{one}` and `{other}`" for one, other in named)
+            yield Diagnostic(f"link `{name}` may be between {meant}", where,
+                             "Name these places otherwise, without `-`, here and at their machines.")
+        elif name not in ends:
             right = [*DISTANCES, *(each for each, pair in ends.items() if len(pair) > 1)]
             yield Diagnostic(f"link `{name}` is of no distance, and not between two zones or regions", where,
                              did_you_mean(name, right))

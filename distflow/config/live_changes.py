@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from distflow.config.run import Run
 from distflow.errors import Diagnostic, Location, listing
 from distflow.plan import INFERENCE, ROLLOUT, TRAINER
 
@@ -27,16 +28,15 @@ _WHY_NOT = {
 _ANY = "it is read once, when the run starts"
 
 
-def groups_of(path: tuple[str, ...], mode: str, infers: bool = False,
-              on_rollouts: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the groups that a change of this setting concerns; none if it cannot be changed. `infers`: some roles have
-    ranks of their own, and perhaps the settings of the one that they copy. `on_rollouts`: roles with whose settings
-    ranks that sample infer."""
+def groups_of(path: tuple[str, ...], run: Run, on_rollouts: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the groups that a change of this setting concerns; none if it cannot be changed. `on_rollouts`: roles with
+    whose settings ranks that sample infer."""
     if path[0] == "roles" and len(path) == 3 and path[2] in _TRAINING:
+        infers = run.has_samplers and bool(run.groups.inference_ranks)  # perhaps with settings that they copy
         beside = path[1] in on_rollouts and path[2] == "micro_batch_tokens"
         return TRAINER, *[INFERENCE] * infers, *[ROLLOUT] * beside
     if path[0] == "roles" and path[2:3] == ("generation",) and path[3:] in [(name,) for name in _SAMPLING]:
-        return {"sync": (TRAINER,), "async": (ROLLOUT,)}.get(mode, (TRAINER, ROLLOUT))
+        return *[TRAINER] * run.trainer_samples, *[ROLLOUT] * run.has_samplers
     return (TRAINER,) if path == ("samples",) or path[1:] in [(name,) for name in _OF_TRAINER.get(path[0], ())] else ()
 
 

@@ -201,6 +201,8 @@ CLUSTERS = [
     case("unknown_place", 8, "east-wst", "link `east-wst` is of no distance, and not between two zones or regions",
          "Did you mean `east-west`?"),
     case("path_to_itself", 7, "zone-zone", "link `zone-zone` leads from a place to itself"),
+    case("ambiguous_path", 9, "us-east-eu", "link `us-east-eu` may be between `us` and `east-eu` or `us-east` and `eu`",
+         "Name these places otherwise, without `-`"),
     case("two_paths", 9, "west-east", "links `east-west` and `west-east` are between the same places",
          "Keep one:  west-east: {gb_s: 2}  or  east-west: {gb_s: 1}"),
     case("memory_in_mib", 3, "81920", "`memory_gib: 81920` is 80 TiB for one device; it was probably counted in MiB",

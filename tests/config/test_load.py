@@ -16,6 +16,7 @@ from distflow import launch
 from distflow.cli import main, runs
 from distflow.config import memory_limit
 from distflow.config.load import load, load_for_planning, reload
+from distflow.config.run import Lora, Model
 from distflow.config.shipped import SHIPPED
 from distflow.errors import InvalidInput
 from distflow.telemetry.run_folder import RunFolder
@@ -60,6 +61,11 @@ def test_reload_passes_over_removed_keys_that_said_nothing(tmp_path):
     again = reload(tmp_path)
     assert not again.mistakes
     assert again.resolved() == spec.resolved()
+
+
+def test_removed_keys_count_with_the_defaults_of_models_and_adapters():
+    """`removed_keys` repeats them, as documents import it."""
+    assert (Model().hidden, Model().heads, Lora().rank, Lora().alpha) == (128, 4, 16, 32)
 
 
 def with_lines(folder: Path, text: str) -> str:

@@ -184,9 +184,13 @@ def test_a_frozen_role_that_samples_is_not_read_beside_its_samples(dag_of):
 
 def test_only_what_ranks_that_sample_read_restarts_them():
     rate, micro = ("roles", "actor", "learning_rate"), ("roles", "actor", "micro_batch_tokens")
-    assert groups_of(micro, "async", False, {"actor", "reference"}) == (TRAINER, ROLLOUT)
-    assert groups_of(rate, "async", False, {"actor", "reference"}) == (TRAINER,)
-    assert groups_of(micro, "async", False, {"reference"}) == (TRAINER,)
+    run = load("grpo", None, ["mode=async"]).run
+    assert groups_of(micro, run, {"actor", "reference"}) == (TRAINER, ROLLOUT)
+    assert groups_of(rate, run, {"actor", "reference"}) == (TRAINER,)
+    assert groups_of(micro, run, {"reference"}) == (TRAINER,)
+    drawn = ("roles", "actor", "generation", "top_p")
+    assert [groups_of(drawn, load("grpo", None, [f"mode={mode}"]).run) for mode in ("sync", "async", "semi_sync")] == [
+        (TRAINER,), (ROLLOUT,), (TRAINER, ROLLOUT)]
 
 
 @pytest.mark.parametrize("value", ["0", "1.5", "true"])
