@@ -39,7 +39,6 @@ from distflow.config.spec import Spec  # noqa: E402
 from distflow.contracts.decorators import load_module  # noqa: E402
 from distflow.errors import DistflowError, InvalidInput  # noqa: E402
 from distflow.options import (  # noqa: E402
-    add_unbounded_faults,
     load_spec,
     require_no_fewer_steps,
 )
@@ -124,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.resume_if_exists:
             spec = resume_if_exists(spec, options)
         if options.resume and not options.export:
-            add_unbounded_faults(spec, options.resume, require_no_fewer_steps(spec, options.resume))
+            require_no_fewer_steps(spec, options.resume)
         if options.store or options.machines:
             return run_elastic(spec, options)
         stay_on_loopback()

@@ -11,13 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from distflow.config.command_line import command
-from distflow.config.load import load_for_planning, unbounded_faults
+from distflow.config.load import load_for_planning
 from distflow.config.spec import Spec
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Plan
 from distflow.recovery import object_store
 from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
-from distflow.recovery.fault_injection import injected
 from distflow.telemetry.run_folder import choose, reload_run, unwritable
 
 _DRIVER_SECONDS = 20.0
@@ -114,8 +113,3 @@ def require_no_fewer_steps(spec: Spec, folder: str) -> int:
                                       spec.run_source.location(("steps",)),
                                       f"`steps` counts from the beginning of the run:  --set steps={2 * done}"))
     return done
-
-
-def add_unbounded_faults(spec: Spec, folder: str, step: int) -> None:
-    """Add to the mistakes of a resumed run the faults to come that would take the memory of this whole machine."""
-    spec.mistakes += unbounded_faults(spec, injected(spec.run, Path(folder), step))

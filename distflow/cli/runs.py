@@ -17,7 +17,6 @@ from distflow.config.shipped import MODELINE, SHIPPED
 from distflow.config.spec import Spec
 from distflow.errors import InvalidInput, quoted
 from distflow.options import (
-    add_unbounded_faults,
     check,
     gpu_count,
     load_newest,
@@ -141,7 +140,6 @@ def resume(options: argparse.Namespace) -> int:
         print(f"{options.resume} has finished: its {done} steps are done. To train for longer:  "
               f"distflow resume {shlex.quote(options.resume)} --set steps={2 * done}")
         return 0
-    add_unbounded_faults(spec, options.resume, done)
     ranks = _resumed_rank_count(options, spec)
     plan(spec, ranks)
     more = _set_arguments(options.overrides)

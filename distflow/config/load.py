@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,6 @@ from distflow.config.families import why_refused
 from distflow.config.freeze import check_freeze
 from distflow.config.hub import data_set_line, fetched
 from distflow.config.loggers import lack_of, loggers_of
-from distflow.config.memory_limit import limited_command, why_unbounded
 from distflow.config.model_code import needs_code, refusal
 from distflow.config.models import (
     check_engines,
@@ -67,10 +66,9 @@ def load(dag: str, run: str | None = None, overrides: list[str] | None = None, c
 
 
 def load_for_planning(dag: str, run: str | None = None, overrides: list[str] | None = None,
-                      cluster: str | None = None, recorded: bool = False) -> Spec:
+                      cluster: str | None = None) -> Spec:
     """Read and check the files. Mistakes that leave enough are kept in `Spec.mistakes`: the planner adds its own.
-    `recorded`: a run has written them. Raises InvalidInput if a file is missing,
-    not YAML, or lacks what nothing can replace."""
+    Raises InvalidInput if a file is missing, not YAML, or lacks what nothing can replace."""
     mistakes: list[Diagnostic] = []
     given = {"DAG": dag, "run file": run, "cluster": cluster}
 
@@ -105,7 +103,7 @@ def load_for_planning(dag: str, run: str | None = None, overrides: list[str] | N
     _check_models(spec)
     _check_data(spec)
     qualify_losses(spec)
-    mistakes += _unset_keys(spec) + ([] if recorded else unbounded_faults(spec))
+    mistakes += _unset_keys(spec)
     for find_mistakes in (check_engines, check_tokenizers, check_lora, check_freeze, check_chat_options, check_rewards,
                           check_environments, check_agents, check_losses, check_templates, check_detectors):
         mistakes += find_mistakes(spec)
@@ -128,7 +126,7 @@ def _try(mistakes: list[Diagnostic], act: Callable[[], T]) -> T | None:
 
 def reload(folder: Path, overrides: list[str] | None = None, cluster: str | None = None) -> Spec:
     """Load the spec of a finished or interrupted run from its folder, as `load_for_planning` does."""
-    return load_for_planning(str(folder / "dag.yaml"), str(folder / "run.yaml"), overrides, cluster, recorded=True)
+    return load_for_planning(str(folder / "dag.yaml"), str(folder / "run.yaml"), overrides, cluster)
 
 
 def _right_command(given: dict[str, str | None], kind: str, right: str) -> str:
@@ -269,19 +267,6 @@ def _unset_keys(spec: Spec) -> list[Diagnostic]:
                        spec.dag_source.location(("nodes", node, "with", "key_variable")), f"export {key}=…",
                        of_machine=True)
             for node, key in named if isinstance(key, str) and not os.environ.get(key)]
-
-
-def unbounded_faults(spec: Spec, injected: Collection[int] = ()) -> list[Diagnostic]:
-    """Return a mistake for each fault that would take the memory of this whole machine. `injected`: indices of faults
-    that will not happen again."""
-    numbers = [number for number, fault in enumerate(spec.run.faults) if fault.kind == "oom" and number not in injected]
-    why = why_unbounded() if numbers else ""
-    return [Diagnostic(f"faults[{number}]: `oom` takes memory until the kernel ends the worker; as {why}, that would "
-                       "be all that the machine has",
-                       spec.run_source.location(("faults", number, "kind")),
-                       "Write  kind: memory  , or start the run in a control group with a lower limit, as  "
-                       f"{limited_command()}", of_machine=True)
-            for number in numbers if why]
 
 
 def _records(file: Path | None) -> int | None:

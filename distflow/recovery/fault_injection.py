@@ -92,13 +92,6 @@ def cut_connections() -> int:
     return found
 
 
-def injected(run: Run, folder: Path, step: int) -> set[int]:
-    """Return the indices of faults that do not happen to a run any more, which has done these steps."""
-    marked = {path.name for path in (folder / "faults").glob("*-step-*")}
-    return {number for number, fault in enumerate(run.faults)
-            if fault.step <= step or f"{number}-step-{fault.step}" in marked}
-
-
 class Injected(RuntimeError):
     """Exception of the fault `raise`."""
 

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from distflow import launch
-from distflow.cli import main, runs
-from distflow.config import memory_limit
+from distflow.cli import main
 from distflow.config.load import load, load_for_planning, reload
 from distflow.config.run import Lora, Model
 from distflow.config.shipped import SHIPPED
 from distflow.errors import InvalidInput
-from distflow.telemetry.run_folder import RunFolder
 from planners import plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +60,9 @@ def test_reload_passes_over_removed_keys_that_said_nothing(tmp_path):
 
 def test_removed_keys_count_with_the_defaults_of_models_and_adapters():
     """`removed_keys` repeats them, as documents import it."""
-    assert (Model().hidden, Model().heads, Lora().rank, Lora().alpha) == (128, 4, 16, 32)
+    defaults = [kind.model_fields[name].default for kind, name in (
+        (Model, "hidden"), (Model, "heads"), (Lora, "rank"), (Lora, "alpha"))]
+    assert defaults == [128, 4, 16, 32]
 
 
 def with_lines(folder: Path, text: str) -> str:
@@ -268,68 +265,6 @@ def test_the_file_that_is_meant_is_of_the_kind_that_is_asked_for(line, meant, tm
     said = capsys.readouterr().err
     assert f"Did you mean `{meant}`?" in said
     assert meant == "train.jsonl" or "Shipped: " in said
-
-
-@pytest.fixture
-def limit_memory(tmp_path, monkeypatch):
-    """`limit_memory(bytes)`: write the files of a limit; there is none before."""
-    monkeypatch.setattr(memory_limit, "_GROUPS", tmp_path / "groups")
-
-    def write(limit: int) -> None:
-        (tmp_path / "groups/memory").mkdir(parents=True, exist_ok=True)
-        for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of the second and the first version
-            (tmp_path / "groups" / name).write_text(f"{limit}\n")
-    return write
-
-
-def test_a_fault_that_takes_all_memory_needs_a_limit(tmp_path, monkeypatch, capsys, limit_memory):
-    run = tmp_path / "run.yaml"
-    run.write_text((SHIPPED / "runs/embedded.yaml").read_text() + "faults:\n  - {kind: kill, step: 2}\n"
-                                                                  "  - {kind: oom, step: 3}\n")
-    assert main(["validate", "grpo", "--run", str(run)]) == 2
-    said, line = capsys.readouterr().err, len(run.read_text().splitlines())
-    assert f"run.yaml:{line}: faults[1]: `oom` takes memory until the kernel ends the worker" in said
-    assert "as nothing limits this process" in said
-    assert "Write  kind: memory" in said
-    assert main(["plan", "grpo", "--run", str(run)]) == 0
-    assert "all that the machine has: a run on this machine would be refused" in capsys.readouterr().out
-    limit_memory(2**62)  # what the first version has where there is none
-    assert main(["validate", "grpo", "--run", str(run)]) == 2
-    assert "as nothing limits this process" in capsys.readouterr().err
-    limit_memory(2**20)
-    assert main(["validate", "grpo", "--run", str(run)]) == 0
-
-
-def test_a_limit_of_more_than_is_free_is_none_for_a_fault(monkeypatch, capsys, limit_memory):
-    memory = SimpleNamespace(total=64 << 30, available=6 << 30)
-    monkeypatch.setattr(memory_limit.psutil, "virtual_memory", lambda: memory)
-    limit_memory(8 << 30)
-    assert main(["validate", "grpo", "--set", "faults=[{kind: oom, step: 3}]"]) == 2
-    said = capsys.readouterr().err
-    assert "as the limit of 8 GiB is more than the 6 GiB that are free" in said
-    assert "systemd-run --user --scope -p MemoryMax=3072M  distflow run" in said
-
-
-def test_a_recorded_fault_matters_only_where_it_would_be_injected(tmp_path, monkeypatch, capsys, limit_memory):
-    limit_memory(2**20)
-    spec = load("grpo", None, ["faults=[{kind: oom, step: 3}, {kind: oom, step: 5}, {kind: oom, step: 7}]"])
-    folder = tmp_path / "run"
-    with RunFolder.created(folder, spec, plan(spec, 1), []):
-        pass
-    (folder / "faults").mkdir()
-    (folder / "faults/1-step-5").touch()
-    monkeypatch.setattr(memory_limit, "_GROUPS", tmp_path / "none")
-    for step in (2, 3):
-        (folder / f"checkpoints/step-{step:08}").mkdir(parents=True)
-        (folder / f"checkpoints/step-{step:08}/progress.json").write_text('{"files": {}}')
-        for begin, arguments in ((main, ["resume", str(folder), "--ranks", "1"]),
-                                 (launch.main, ["--resume", str(folder)])):
-            assert begin(arguments) == 2
-            said = capsys.readouterr().err
-            assert re.findall(r"faults\[(.)\]: `oom`", said) == (["0", "2"] if step == 2 else ["2"]), said
-    monkeypatch.setattr(runs, "torchrun", lambda *_: 0)
-    assert main(["export", str(folder)]) == 0
-    assert not reload(folder).mistakes
 
 
 def test_a_function_of_a_module_here_is_found_for_whoever_named_it_otherwise(tmp_path, monkeypatch):

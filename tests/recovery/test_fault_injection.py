@@ -87,6 +87,17 @@ def test_a_process_is_killed_or_stopped(tmp_path, kind, number):
     assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
 
 
+def test_a_limit_of_more_than_is_free_is_none_for_a_fault(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_limit, "_GROUPS", tmp_path)
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):  # of the second and the first version
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(str(memory_limit.available() // 2))
+    assert not memory_limit.why_unbounded()
+    (tmp_path / "memory.max").write_text(str(psutil.virtual_memory().total - 1))
+    (tmp_path / "memory/memory.limit_in_bytes").write_text(str(2**62))  # where there is none
+    assert memory_limit.why_unbounded()
+
+
 def test_memory_is_not_taken_where_nothing_limits_it(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_limit, "_GROUPS", tmp_path / "none")
     made = faults(tmp_path, {"kind": "oom", "step": 1, "phase": "training", "rank": 0})
