@@ -8,6 +8,7 @@ loaded again. What a forked process cannot show is how a cold one starts.
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread
 import contextlib
 import gc
 import logging
@@ -24,8 +25,7 @@ import weakref
 from pathlib import Path
 from typing import Any, NoReturn
 
-ROOT = Path(__file__).resolve().parents[1]
-_OPTIONS = ("-P", "-u")
+_PYTHON, _OPTIONS = sys.executable, ("-P", "-u")
 _LOADED_AGAIN = ("distflow", "planners", "workers", "benchmarks")
 _LIBRARY = [place for place in sys.path
             if place not in {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}]
@@ -34,15 +34,15 @@ _fork_exec = subprocess._fork_exec  # pyright: ignore[reportAttributeAccessIssue
 
 
 def command_of(words: list[str]) -> list[str]:
-    """`-m MODULE ARGUMENTS` or `FILE ARGUMENTS` where a program's words are a Python command of ours, else nothing."""
-    if words[0] != sys.executable:
+    """`-m MODULE ARGUMENTS` or `FILE ARGUMENTS` where a program's words are a Python command that can be forked, else
+    nothing."""
+    if words[0] != _PYTHON:
         return []
     rest = [word for word in words[1:3] if word not in _OPTIONS] + words[3:]
-    module, file = rest[1:2] if rest[:1] == ["-m"] else [], rest[0].endswith(".py")
-    return rest if _ours(*module) or file and Path(rest[0]).resolve().is_relative_to(ROOT) else []
+    return rest if rest[0].endswith(".py") or rest[0] == "-m" and _ours(rest[1]) else []
 
 
-def _ours(module: str = "") -> bool:
+def _ours(module: str) -> bool:
     return module == "torch.distributed.run" or module.partition(".")[0] in _LOADED_AGAIN
 
 
@@ -114,9 +114,11 @@ def _forget_parent() -> None:
     """Undo what a process keeps over a fork and not over an execution: work at its end, signal handlers, modules."""
     weakref.finalize._registry.clear()  # pyright: ignore[reportAttributeAccessIssue]
     weakref.finalize._registered_with_atexit = False  # pyright: ignore[reportAttributeAccessIssue]
+    sys.excepthook = sys.__excepthook__
     atexit._clear()
     atexit.register(logging.shutdown)
     atexit.register(multiprocessing.util._exit_function)  # pyright: ignore[reportAttributeAccessIssue]
+    concurrent.futures.thread._threads_queues.clear()  # its threads are gone, and one of them may be this one
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
@@ -136,7 +138,7 @@ def _leave(end: BaseException | None) -> NoReturn:
             print(code, file=sys.stderr)
             code = 1
     elif end:
-        traceback.print_exception(end)
+        sys.excepthook(type(end), end, end.__traceback__)
     with contextlib.suppress(OSError):
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
         atexit._run_exitfuncs()

@@ -9,14 +9,22 @@ import pytest
 
 from distflow.cli import main
 
+PAIR = """
+devices: {core: {tflops: {float32: 0.05}, memory_gib: 4, memory_gb_s: 10}}
+machines: {here: {device: core, devices: 1}, there: {device: core, devices: 1}}
+links: {zone: {gb_s: 1, latency_us: 50}}
+"""
+
 
 def test_what_this_machine_lacks_is_no_mistake_in_a_plan_of_others(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("distflow.config.models.installed", lambda engine: False)
-    planned = ["--cluster", "h200", "--set", "roles.actor.rollout=vllm", "--set", "data.train=/cluster/train.jsonl"]
-    written = str(tmp_path / "placed.yaml")
-    assert main(["plan", "grpo", *planned, "--place", "--within", "0.99", "--out", written]) == 0, \
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pair.yaml").write_text(PAIR)
+    planned = ["--cluster", "pair.yaml", "--set", "roles.actor.rollout=vllm", "--set",
+               "data.train=/cluster/train.jsonl"]
+    assert main(["plan", "grpo", *planned, "--place", "--within", "0.99", "--out", "placed.yaml"]) == 0, \
         capsys.readouterr().err
-    assert main(["plan", "grpo", "--run", written]) == 0, capsys.readouterr().err
+    assert main(["plan", "grpo", "--run", "placed.yaml"]) == 0, capsys.readouterr().err
     assert "there is no data `/cluster/train.jsonl`: a run on this machine" in capsys.readouterr().out
 
 
@@ -43,11 +51,7 @@ def test_a_run_of_other_machines_is_planned_without_what_this_one_lacks(tmp_path
 def test_notes_of_the_run_stand_below_a_plan_for_mixed_hardware(tmp_path, monkeypatch, capsys):
     """Of a setting that changes nothing, and of what this machine lacks; once each."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "pair.yaml").write_text("""
-devices: {core: {tflops: {float32: 0.05}, memory_gib: 4, memory_gb_s: 10}}
-machines: {here: {device: core, devices: 1}, there: {device: core, devices: 1}}
-links: {zone: {gb_s: 1, latency_us: 50}}
-""")
+    (tmp_path / "pair.yaml").write_text(PAIR)
     words = ["grpo", "--cluster", "pair.yaml", "--set", "data.train=/cluster/train.jsonl", "--set",
              "roles.reference.follow={every: 9000, mix: 0.6}"]
     notes = ("role `reference` would follow `actor` every 9000 steps", "there is no data `/cluster/train.jsonl`: a run")

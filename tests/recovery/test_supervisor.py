@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -56,6 +54,13 @@ code = supervisor.run()
 write("left", f"{len(os.listdir('/proc/self/fd')) - before} {threading.active_count() - threads}")
 sys.exit(code)
 '''
+ABOVE = f"""
+import subprocess, sys
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from warm import fork_or_execute
+subprocess._fork_exec = fork_or_execute
+sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))
+"""
 
 
 @pytest.fixture
@@ -63,14 +68,14 @@ def start(tmp_path):
     """Start a supervisor whose workers do `work(context)` of the text."""
     supervisors = []
 
-    def begin(text: str, shell: str = "", **more: str) -> subprocess.Popen | ForkedScript:
+    def begin(text: str, shell: str = "", **more: str) -> ForkedScript:
         """`shell`: below another process, as below torchrun."""
         script = tmp_path / f"supervisor{len(supervisors)}.py"
         script.write_text(HEAD + text + TAIL)
         given = {**environment(), "PYTHONPATH": str(ROOT), **more}
         if shell:
-            line = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, str(script), str(tmp_path)]
-            supervisors.append(subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=given))
+            (tmp_path / "above.py").write_text(ABOVE)
+            supervisors.append(ForkedScript(str(tmp_path / "above.py"), str(script), str(tmp_path), environment=given))
         else:
             supervisors.append(ForkedScript(str(script), str(tmp_path), environment=given))
         return supervisors[-1]
@@ -479,7 +484,9 @@ def test_a_process_that_nothing_else_monitors_is_named_and_continued(start, tmp_
     assert parent(supervisor) == above.pid
     victim = {"supervisor": supervisor, "torchrun": above.pid, "dock": int(eventually(tmp_path / "dock"))}[which]
     os.kill(victim, signal.SIGSTOP)
-    said = above.stderr.readline()
+    said = ""
+    while not said.endswith("\n"):
+        said += above.stderr.readline()
     assert f"{what} (process {victim}) stood stopped for" in said
     (tmp_path / "go").touch()
     assert above.wait(60) == 0
