@@ -304,7 +304,8 @@ def _check_record(records: Records, index: int, record: Record, fields: Required
         known.add((name, kind))
         what = f"the record has no field `{name}`" if name not in record else \
             f"field `{name}` must be {kind}, not {abbreviated(record[name])}"
-        hint = _way_out(name, record[name], kind, fields) if name in record else _remedy(name, record, fields)
+        hint = _way_out(name, record[name], kind, fields) if name in record else \
+            _unwrapped(records, record) or _remedy(name, record, fields)
         mistakes.append(Diagnostic(what, records.location(index), hint))
     return mistakes
 
@@ -325,6 +326,18 @@ _SYNONYMS = {"question": ("question", "prompt", "problem", "query", "instruction
              "answer": ("answer", "final_answer", "*answer", "solution", "response", "completion", "ground_truth",
                         "target", "output", "label", "chosen")}
 """Patterns of names under which data sets have a question and an answer, in small letters, likeliest first."""
+
+
+def _unwrapped(records: Records, record: Record) -> str:
+    """Return the command that writes the records of a file of one, in a list of which they are; "" if there is none."""
+    path = Path(records.location(0).file)
+    held = next((name for name, value in record.items() if isinstance(value, list) and value
+                 and isinstance(value[0], dict) and not is_conversation(as_conversation(value))), "")
+    if len(records) > 1 or not held or not path.is_file():
+        return ""
+    program = f"import json; json.dump(json.load(open({str(path)!r}, encoding='utf-8'))[{held!r}], open(" \
+              f"{str(path.with_name(f'{path.stem}-{held}.json'))!r}, 'w'))"
+    return f"To take the records in `{held}`:  python -c {shlex.quote(program)}"
 
 
 def _remedy(name: str, record: Record, fields: RequiredFields) -> str:

@@ -1,9 +1,10 @@
-"""Opening JSON lines finds the records, and takes no memory that grows with their length."""
+"""Data files are opened without being read whole, and say what in them is no record."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import shlex
 import subprocess
 import sys
 import tracemalloc
@@ -190,3 +191,11 @@ def test_a_file_that_datasets_caches_is_converted_by_the_command_that_is_named(t
     command = str(caught.value).partition("Instead:  python")[2]
     subprocess.run(f"{sys.executable}{command}", shell=True, check=True)
     assert open_records(tmp_path / "a.parquet").get([0]) == table.to_pylist()
+
+
+def test_records_within_one_are_taken_by_the_command_that_is_named(tmp_path):
+    (tmp_path / "all.json").write_text(json.dumps({"version": 1, "data": [Q, Q]}, indent=2))
+    with pytest.raises(InvalidInput, match="To take the records in `data`") as caught:
+        check_records(open_records(tmp_path / "all.json"), RequiredFields("question", ["answer"]))
+    subprocess.run([sys.executable, *shlex.split(str(caught.value).split("python ")[1])], check=True)
+    assert _read_all(tmp_path / "all-data.json") == [Q, Q]
