@@ -28,7 +28,7 @@ import yaml
 
 from benchmarks.ratio import Spread, conclude
 from benchmarks.runs import ROOT, run_once
-from distflow.telemetry.learning import faults_of, main_fault, with_start
+from distflow.telemetry.learning import LearningFault, faults_of, main_fault, with_start
 from distflow.telemetry.run_reader import RunReader
 
 RESULTS = ROOT / "benchmarks/results/learning_faults.json"
@@ -259,7 +259,7 @@ def judge(results: Path) -> None:
     """Print what the detectors say of each recorded run, and how good that is."""
     recorded: dict[str, Any] = json.loads(results.read_text())
     planned = {run.name: run for run in planted()}
-    late, detected, named, steps, false = list[int](), list[str](), list[str](), 0, list[str]()
+    late, steps, said = list[int](), 0, dict[str, list[str]]()  # runs by verdict
     began = time.process_time()
     for name, run in recorded.items():
         found, first = faults_of(_lines(run), run["settings"]), run["first"]
@@ -267,30 +267,36 @@ def judge(results: Path) -> None:
         early = [fault for fault in found if fault.step < first or not first]
         since = [fault for fault in found if fault not in early]
         main = main_fault(since)
-        false += [name] if early else []
         if first and main:
-            detected.append(name)
             late.append(since[0].step - first)
-            told = f"{main.evidence.what} {main.evidence.cause} {main.evidence.remedy}"
-            words = planned[name].named.split("|")
-            causes = planned[name].causes or [main.detector]
-            named += [name] if main.detector in causes and any(word in told for word in words) else []
-        verdict = "false alert" if early else "right" if name in named else "other cause" if since else \
-            "missed" if first else "clean"
-        said = ", ".join(f"{fault.detector} at {fault.step}" for fault in found)
-        print(f"{name:28} {verdict:12} {said or 'nothing'}")
+        verdict = "false alert" if early else _verdict(planned[name], main) if main else "missed" if first else "clean"
+        said.setdefault(verdict, []).append(name)
+        told = ", ".join(f"{fault.detector} at {fault.step}" for fault in found)
+        print(f"{name:28} {verdict:12} {told or 'nothing'}")
     faulty = sum(bool(run["first"]) for run in recorded.values())
-    print(f"# {faulty} planted: {len(detected)} detected, {len(named)} with the cause named rightly; "
-          f"{median(late) if late else 0:g} steps until detected (median); {len(false)} false alerts in "
-          f"{len(recorded) - faulty} healthy runs and {faulty} healthy beginnings; "
-          f"{1e3 * (time.process_time() - began) / steps:.2f} ms a step")
+    detected = [name for verdict in ("right", "not first", "other cause") for name in said.get(verdict, ())]
+    print(f"# {faulty} planted: {len(detected)} detected, {len(said.get('right', ()))} with the right cause first, "
+          f"{len(said.get('not first', ()))} with it among others; {median(late) if late else 0:g} steps until "
+          f"detected (median); {len(said.get('false alert', ()))} false alerts in {len(recorded) - faulty} healthy "
+          f"runs and {faulty} healthy beginnings; {1e3 * (time.process_time() - began) / steps:.2f} ms a step")
     if results != RESULTS:
         return
     shares = [sum(name.startswith(task) for name in detected) /
               max(sum(bool(run["first"]) for name, run in recorded.items() if name.startswith(task)), 1)
               for task in ("grpo/", "near_miss/")]
     conclude("planted faults of learning that are detected", Spread(len(detected) / faulty, min(shares), max(shares)),
-             0.9, unit="share", holds=not false)
+             0.9, unit="share", holds="false alert" not in said)
+
+
+def _verdict(run: Run, main: LearningFault) -> str:
+    """Return whether a run's cause is named: first, or among others."""
+    seen, words = main.evidence, run.named.split("|")
+    if run.causes and main.detector not in run.causes:
+        return "other cause"
+    first = f"{seen.what} {seen.probable} {seen.remedy.partition(' , or ')[0]}"
+    whole = f"{seen.what} {seen.cause} {seen.remedy}"
+    return next((verdict for verdict, told in (("right", first), ("not first", whole))
+                 if any(word in told for word in words)), "other cause")
 
 
 def main() -> None:

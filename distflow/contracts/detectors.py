@@ -14,7 +14,7 @@ from distflow.errors import Diagnostic, InvalidInput, did_you_mean
 
 SHIPPED = "distflow.recovery.detectors"
 TABLE = "distflow.telemetry.learning_table"
-LEARNING = (TABLE, "distflow.telemetry.learning_policy", "distflow.telemetry.learning_rewards")
+LEARNING = tuple(f"distflow.telemetry.learning_{name}" for name in ("table", "causes", "curves"))
 
 
 def learning_detectors() -> set[str]:

@@ -175,18 +175,17 @@ def as_messages(value: Any) -> Any:
             value = parsed
     if isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value:
         value = [value]
-    if not isinstance(value, list):
-        return value
-    keys = [*filter(None, map(_keys_of, value))]
+    keys = [*filter(None, map(_keys_of, value))] if isinstance(value, list) else []
     if keys and len(keys) == len(value):
         return _with_calls([{"role": _role(turn[speaker]), "content": _content(_role(turn[speaker]), turn[said]),
                              **{key: each for key, each in turn.items() if key in LEARNED}}
                             for turn, (speaker, said) in zip(value, keys)], value)
-    turns = [_modern(turn) if _own_role(turn) else turn for turn in value]
-    if any(_role(turn) != turn or turn == _CALL for turn in map(_own_role, turns)):
-        return _with_calls([{**turn, "role": _role(turn["role"])} if _own_role(turn) else turn for turn in turns],
-                           turns)
-    return turns
+    if isinstance(value, list) and any(map(_own_role, value)):
+        value = [_modern(turn) if _own_role(turn) else turn for turn in value]
+    if isinstance(value, list) and any(_role(turn) != turn or turn == _CALL for turn in map(_own_role, value)):
+        return _with_calls([{**turn, "role": _role(turn["role"])} if _own_role(turn) else turn for turn in value],
+                           value)
+    return value
 
 
 def _with_calls(messages: list[Any], written: list[Any]) -> list[Any]:

@@ -4,8 +4,8 @@
     faults_of         what a monitor would have said of a run that is recorded
     main_fault        which of several faults the others follow from
 
-The rules are in `learning_table`, `learning_policy` and `learning_rewards`. They read metrics and settings alone, so
-that all readers come to the same result.
+The rules are in `learning_table` and `learning_curves`, causes in `learning_causes`. They read metrics and settings
+alone, so that all readers come to the same result.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from distflow.telemetry import learning_policy, learning_rewards
+from distflow.telemetry import learning_curves, learning_table
+from distflow.telemetry.learning_causes import explained
 from distflow.telemetry.learning_series import RULES, Evidence, Rows, Rule, Series
-from distflow.telemetry.learning_table import explained
 
-__all__ = ["RULES", "learning_policy", "learning_rewards"]  # which fill the table
+__all__ = ["RULES", "learning_curves", "learning_table"]  # which fill the table
 
-_SOON = 15  # steps in which a cause may be detected after its symptom
-_TOGETHER = 5  # steps in which faults may begin that begin together
+_SOON = 20  # steps in which a cause may be detected after its symptom
+_TOGETHER = 5  # steps after the first fault in which its cause may begin to show
+_EQUAL = 2  # steps within which causes count as begun together
 _SETTLED = 8  # first step of which symptoms are judged: a trial of a few steps says little
 _QUIET = 20  # steps without evidence after which a fault that comes back is a new one
 
@@ -77,7 +78,7 @@ class LearningMonitor:
             self.seen[name] = step
             if begun:
                 rule, evidence = seen[0]
-                yield LearningFault(name, step, explained(self.series, name, evidence), rule)
+                yield LearningFault(name, step, explained(self.series, name, evidence, rule.symptom), rule)
 
 
 def faults_of(steps: Iterable[Mapping[str, float]], settings: Mapping[str, str] | None = None,
@@ -110,8 +111,10 @@ def main_fault(faults: Sequence[LearningFault]) -> LearningFault | None:
     found = [fault for fault in faults if fault.step <= soon]
     begun = min((fault.evidence.since for fault in found), default=0) + _TOGETHER
     causes = [fault for fault in found if fault.evidence.since <= begun and not fault.rule.symptom]
+    first = min((fault.evidence.since for fault in causes), default=0) + _EQUAL
+    causes = [fault for fault in causes if fault.evidence.since <= first]
     return min(causes or [fault for fault in found if fault.rule.symptom] or found, default=None, key=_rank)
 
 
-def _rank(fault: LearningFault) -> tuple[int, int]:
-    return fault.rule.origin, fault.step
+def _rank(fault: LearningFault) -> tuple[bool, int, int]:
+    return fault.rule.symptom and not fault.evidence.sure, fault.rule.origin, fault.step

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from fnmatch import fnmatchcase
+from functools import cached_property
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -40,10 +41,6 @@ class Series:
         if len(self.steps) > _REMEMBERED:
             for values in (self.steps, *self._values.values()):
                 del values[len(values) // 4 : len(values) // 4 + 1]  # the first steps stay, to compare with
-
-    def names(self, beginning: str) -> list[str]:
-        """Return the metrics of the last step whose names begin so."""
-        return [name for name, values in self._values.items() if name.startswith(beginning) and values[-1] is not None]
 
     def matching(self, pattern: str) -> list[str]:
         """Return the metrics of the last step whose names a pattern matches."""
@@ -99,13 +96,13 @@ class Series:
             start = step
         return start
 
-    @property
+    @cached_property
     def trained_role(self) -> str:
         """Name of the first role that is trained."""
         return next((key.split(".")[1] for key, value in self.settings.items()
                      if key.startswith("roles.") and key.endswith(".trained") and value == "true"), "actor")
 
-    @property
+    @cached_property
     def update_node(self) -> str:
         """Name of the node that trains the policy."""
         return next((key.split(".")[1] for key, value in self.settings.items()
@@ -119,12 +116,12 @@ class Series:
         """Return a setting that is a number; `usual` where it has none."""
         return number(self.settings.get(key, ""), usual)
 
-    @property
+    @cached_property
     def functions(self) -> set[str]:
         """Names of the nodes' functions."""
         return {value for key, value in self.settings.items() if key.startswith("nodes.") and key.endswith(".function")}
 
-    @property
+    @cached_property
     def group_sizes(self) -> list[int]:
         """Samples of a prompt, by each node that says it."""
         return [int(self.number(key, 0.0)) for key in self.settings if key.endswith(".with.group_size")]
@@ -135,19 +132,11 @@ class Series:
         rows = (self.last("samples", 1) or [0.0])[0]
         return self.number("data.batch", rows / max(self.group_sizes, default=1))
 
-    @property
+    @cached_property
     def copies_policy(self) -> bool:
         """Whether a role takes the policy's weights after each step."""
         return any(self.number(f"roles.{key.split('.')[1]}.follow.mix", 1.0) == 1 and value == "1"
                    for key, value in self.settings.items() if key.endswith(".follow.every"))
-
-    @property
-    def narrowed(self) -> str:
-        """The settings by which sampling has fewer tokens to choose from, with the values that lift them."""
-        start = f"roles.{self.trained_role}.generation."
-        lifted = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0}
-        return " , ".join(f"{start}{name}={usual}" for name, usual in lifted.items()
-                          if self.number(f"{start}{name}", usual) != usual)
 
     @property
     def copied(self) -> bool:
@@ -155,22 +144,7 @@ class Series:
         recent, sizes = self.last("response/alike", 3), self.group_sizes
         return bool(recent) and len(sizes) == 1 and sizes[0] > 1 and min(recent) >= 0.98 * (1 - 1 / sizes[0])
 
-    @property
-    def worse_than_held_out(self) -> tuple[str, str] | None:
-        """Why training prompts are answered far worse than held-out ones, and what to change; None if they are not."""
-        held_out = max((self.known(each)[-1][1] for each in self.known_names("validation/")), default=0.0)
-        if not 0 <= middle(self.last(self.reward, 8)) < 0.25 * held_out:
-            return None
-        key = f"roles.{self.trained_role}.generation.temperature"
-        seen = f"hardly any answer is right, and of the held-out ones {held_out:.0%} are: "
-        if (heat := self.number(key, 1.0)) > 1:
-            return f"{seen}a temperature of {heat:g} makes completions random", f"{key}=1"
-        return (f"{seen}the training prompts have another form (template, instructions) or other reference answers, "
-                f"their reward does not find what it looks for, or they are harder{self.own_form}",
-                "compare a prompt of samples.jsonl with a held-out one (data.train, data.question, data.answer), and "
-                "their rewards")
-
-    @property
+    @cached_property
     def own_form(self) -> str:
         """The settings by which the run reads and forms prompts in its own way, to be said of prompts of another
         form."""
@@ -205,6 +179,32 @@ class Series:
         return middle(self.last(self.reward, self.window)) - middle(self.first(self.reward, FIRST))
 
     @property
+    def scheduled(self) -> bool:
+        """Whether the learning rate falls by a schedule."""
+        return self.settings.get(f"roles.{self.trained_role}.schedule", "constant") != "constant"
+
+    @property
+    def bonus(self) -> str:
+        """Weight of the entropy bonus; "" without one."""
+        weight = self.settings.get(f"nodes.{self.update_node}.with.entropy", "")
+        return weight if number(weight, 0.0) else ""
+
+    @property
+    def policy_leapt(self) -> bool:
+        """Whether the policy itself leapt in the last steps, which changes all that it earns."""
+        name = "policy/kl_reference"
+        recent, before = self.last(name, RECENT), self.before(name, RECENT, 5, 5)
+        return bool(recent and before) and middle(recent) > max(0.2, 4 * max(before))
+
+    @property
+    def lost(self) -> bool:
+        """Whether less is earned than in the first steps, by more than their noise."""
+        start, recent = self.first(self.reward, 8), self.last(self.reward, 8)
+        if len(self.steps) < 16 or not start or not recent:
+            return self.earned < -0.05
+        return mean(recent) - mean(start) < min(-0.05, -2 * ((variance(start) + variance(recent)) / 8) ** 0.5)
+
+    @property
     def lower_rate(self) -> str:
         """The line that divides the learning rate by ten."""
         return f"roles.{self.trained_role}.learning_rate={self.setting_of_role('learning_rate', 1e-5) / 10:g}"
@@ -217,7 +217,7 @@ class Series:
     @property
     def parts(self) -> list[str]:
         """Names of the metrics that are means of one part of the reward."""
-        return [name for name in self.names("reward/") if name.count("/") == 1 and name not in NO_PARTS]
+        return [name for name in self.matching("reward/*") if name.count("/") == 1 and name not in NO_PARTS]
 
 
 _FORM = ("question", "answer", "targets", "drop_answer", "system_prompt", "prompt_suffix", "chat_template_kwargs")
@@ -292,7 +292,8 @@ def spike(name: str, before: Sequence[float], value: float) -> str:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a rule has seen. since: the step at which it began. metric: whose curve shows it. figures: for the event."""
+    """What a rule has seen. since: the step at which it began. metric: whose curve shows it. figures: for the event.
+    sure: whether another reading confirms the cause."""
 
     since: int
     metric: str
@@ -300,6 +301,12 @@ class Evidence:
     cause: str
     remedy: str
     figures: Mapping[str, float] = field(default_factory=dict)
+    sure: bool = False
+
+    @property
+    def probable(self) -> str:
+        """The first of the causes that it names."""
+        return self.cause.partition("; or ")[0]
 
     @property
     def is_finite(self) -> bool:

@@ -1,28 +1,25 @@
-"""Tables of faults that one number says outright: metrics that are out of bounds, and settings far from the usual.
+"""Table of faults that one metric says outright: READINGS, each a metric, its bound, and what is wrong beyond it.
 
-    READINGS   a metric, the bound that it may not pass, and what it means
-    USUAL      a setting, the range of runs that learn, what a value beyond it does, and which faults that explains
-
-A line is a fault: a new metric or setting wants one line here. Rules that compare curves are in `learning_policy` and
-`learning_rewards`.
+A new metric wants one line here. Rules that compare curves are in `learning_curves`, causes and settings in
+`learning_causes`.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from distflow.telemetry.learning_series import (
+    FIRST,
     RECENT,
     Evidence,
     Origin,
     Rows,
     Series,
     add_rule,
-    detector,
     middle,
     number,
 )
@@ -30,9 +27,10 @@ from distflow.telemetry.learning_series import (
 
 @dataclass(frozen=True)
 class Reading:
-    """A metric that says a fault: the median and the last of its `steps` last values are from `least` to `most`. per:
-    what values are divided by: another metric, `prompts`, or `setting`, a pattern of the setting that is probably
-    wrong. Texts may have {value}, {name} (the metric's first part), {key}, {set} and {more} of the setting."""
+    """A metric that says a fault: the median and the last of its `steps` last values (0: as many as have enough rows)
+    are from `least` to `most`. rise, plus, drop: bounds in proportion to the metric's values before, which are those of
+    `base` steps, without it the run's first ones. per: what values are divided by: another metric, `prompts`, or
+    `setting`, a pattern of the setting that is probably wrong. Texts may have the fields of `_said`."""
 
     detector: str
     origin: Origin
@@ -49,25 +47,54 @@ class Reading:
     when: Callable[[Series], bool] = lambda _series: True
     rows: Rows = ""
     symptom: bool = False
+    rise: float = 0.0
+    plus: float = 0.0
+    drop: float = 0.0
+    base: int = 0
 
     def look(self, series: Series) -> Evidence | None:
-        key, given = series.setting(self.setting)
-        divisor = {"": 1.0, "prompts": series.prompts, "setting": number(given, self.usual)}.get(
-            self.per, middle(series.last(self.per, 1)))
+        steps, divisor = self.steps or series.window, self._divisor(series)
+        compared = bool(self.rise or self.plus or self.drop)
         for metric in series.matching(self.metric) if divisor > 0 else ():
-            values = [value / divisor for value in series.latest(metric, self.steps)]
-            if not values or not all(self._holds(value) for value in (middle(values), values[-1])) or \
-                    not self.when(series):
+            values = [value / divisor for value in series.latest(metric, steps)]
+            if not values or not self._between(values, self.least, self.most):
                 continue
-            said = {"value": middle(values), "name": metric.partition("/")[0], "key": key, "part": series.deciding_part,
-                    "set": given or f"{self.usual:g}", "more": f"{4 * number(given, self.usual):.12g}"}
+            before = middle(series.before(metric, steps, self.base, (self.base + 1) // 2) if self.base else
+                            series.first(metric, FIRST)) / divisor if compared else 0.0
+            least, most = max(self.least, self.rise * before + self.plus) if compared else self.least, \
+                min(self.most, self.drop * before) if self.drop else self.most
+            if not before >= 0 or not self._between(values, least, most) or not self.when(series):
+                continue
+            said = self._said(series, metric) | {"value": middle(values), "before": before}
             what, cause, change = (text.format(**said) for text in (self.what, self.cause, self.change))
-            return Evidence(series.since(metric, lambda value: self._holds(value / divisor)), metric, what, cause,
-                            change, {"value": middle(values)})
+            return Evidence(series.since(metric, partial(_within, least * divisor, most * divisor)), metric, what,
+                            cause, change, {"value": middle(values)} | ({"before": before} if compared else {}))
         return None
 
-    def _holds(self, value: float) -> bool:
-        return self.least <= value <= self.most
+    @staticmethod
+    def _between(values: Sequence[float], least: float, most: float) -> bool:
+        return least <= middle(values) <= most and least <= values[-1] <= most
+
+    def _divisor(self, series: Series) -> float:
+        if self.per in ("", "prompts"):
+            return series.prompts if self.per else 1.0
+        return number(series.setting(self.setting)[1], self.usual) if self.per == "setting" else \
+            middle(series.last(self.per, 1))
+
+    def _said(self, series: Series, metric: str) -> dict[str, object]:
+        """Return the fields of texts: the metric's first part, the setting with its value and a larger one, the trained
+        role, the node that trains it, and lines of other settings."""
+        key, given = series.setting(self.setting)
+        return {"metric": metric, "name": metric.partition("/")[0], "last": metric.rpartition("/")[2],
+                "key": key, "set": given or f"{self.usual:g}",
+                "more": f"{4 * number(given, self.usual):.12g}", "part": series.deciding_part, "step": series.steps[-1],
+                "earned": middle(series.last(series.reward, RECENT)),
+                "parts": ", ".join(f"`{name.removeprefix('reward/')}`" for name in series.parts) or "reward",
+                "role": series.trained_role, "node": series.update_node, "lower": series.lower_rate}
+
+
+def _within(least: float, most: float, value: float) -> bool:
+    return least <= value <= most
 
 
 def _some_right(series: Series) -> bool:
@@ -80,8 +107,129 @@ def _rewards_differ(series: Series) -> bool:
     return min(series.last("reward/std", 3) or series.last("environment/reward_std", 3) or [0.0]) > 0.01
 
 
+def _rewarded(series: Series) -> bool:
+    return bool(series.known(series.reward))
+
+
+def _bounded(series: Series) -> bool:
+    """Whether the loss's bound is one that few tokens reach."""
+    return series.settings.get(f"nodes.{series.update_node}.with.loss", "ppo") in ("ppo", "reinforce")
+
+
+def _tight(series: Series) -> bool:
+    low, high = (series.number(f"nodes.{series.update_node}.with.{key}", 0.2) for key in ("clip", "clip_high"))
+    return high < low / 2
+
+
+def _on_policy(series: Series) -> bool:
+    return max(series.last("staleness/max", 3) or [0.0]) == 0
+
+
+def _grew(series: Series) -> float:
+    """Return how many times as long as at the start completions are, if the reward pays for more than to be right."""
+    if middle(series.last("reward/answer_correlation", 8)) > 0.9:
+        return math.nan
+    return middle(series.last("response/length", RECENT)) / max(
+        middle(series.first("response/length", FIRST)), 1e-9)
+
+
+def _settles(series: Series) -> bool:
+    return middle(series.first("policy/entropy", FIRST)) >= 0.02 and len(series.steps) >= 2 * FIRST and \
+        _rewarded(series)
+
+
+def _falls_silent(series: Series) -> bool:
+    name = "reward/zero_std_groups"
+    return middle(series.last(name, RECENT)) - middle(series.first(name, FIRST)) > 0.2 and series.earned < 0
+
+
+def _untrained(series: Series) -> bool:
+    """Whether this is the run's first step, of a policy that its reference copies."""
+    return series.steps == [1] and any(key.endswith(".copy_of") and value == series.trained_role
+                                       for key, value in series.settings.items())
+
+
+def _early(series: Series) -> bool:
+    """Whether the run is in its first steps, and its reference was the policy."""
+    return len(series.steps) <= 12 and ((series.known("policy/kl_reference") or [(0, 0.0)])[0][1] < 0.05 or
+                                        not _one_update(series))
+
+
+def _one_update(series: Series) -> bool:
+    return not any(series.number(f"nodes.{series.update_node}.with.{key}", 1) > 1 for key in ("epochs", "mini_batches"))
+
+
+def _differ(series: Series) -> bool:
+    """Whether samples differ in what they earn; `no_signal` says why where they do not."""
+    return not middle(series.last(f"{series.reward.partition('/')[0]}/zero_std_groups", 8)) >= 0.8
+
+
+def _trains(series: Series) -> bool:
+    """Whether the policy should move: its warm-up is over, or longer than the run."""
+    warmup, steps = series.setting_of_role("warmup_steps", 0.0), series.number("steps", 0.0)
+    return _differ(series) and not series.copies_policy and (series.steps[-1] >= warmup or warmup >= steps)
+
+
+def _ended(series: Series) -> bool:
+    """Whether a rate that falls by a schedule is at its end long before the run's."""
+    rates, floor = [value for _, value in series.known("learning_rate")], series.setting_of_role("min_learning_rate", 0)
+    return series.scheduled and series.steps[-1] < 0.8 * series.number("steps", 0.0) and \
+        max(rates) > 2 * rates[-1] and rates[-1] <= floor + 0.02 * (max(rates) - floor)
+
+
+def _stays(series: Series) -> bool:
+    """Whether a tiny rate is not one of a warm-up, or of a schedule's end."""
+    return series.setting_of_role("learning_rate", 0.0) <= 1e-8 or not series.scheduled and _trains(series)
+
+
 _COMPARE = "compare a prompt of samples.jsonl with its answer and reward"
-DATA, REWARD, ADVANTAGE, UPDATE, POLICY = Origin.DATA, Origin.REWARD, Origin.ADVANTAGE, Origin.UPDATE, Origin.POLICY
+DATA, REWARD, ADVANTAGE, UPDATE, POLICY, OUTCOME = Origin
+_SYMPTOM: dict[str, Any] = {"steps": 0, "symptom": True}
+_LIMIT: dict[str, Any] = {"rows": "long", "setting": "roles.*.generation.max_new_tokens", "usual": 256}
+_ALIKE = ("the policy gives a prompt the same answer again and again: too low a temperature, or too little entropy",
+          "roles.{role}.generation.temperature=1.0, a larger group_size, or easier data")
+_ADVANTAGES = "the node that writes `advantages`: it must return reward minus baseline, in the order of its rows"
+_UNFROZEN = "roles.{role}.freeze=[] ; a loss of your own must not detach the log-probabilities"
+_STILL = ("The model is as it was: `{metric}` stays {value:.1g}",
+          "no parameter moves: all are frozen, or the optimizer has others than the model's; or it scales gradients "
+          "down to nothing", _UNFROZEN)
+_ONE_LAYER = ("{value:.1%} of the gradient's square is of layer `{last}`",
+              "this layer's numbers overflow or are scaled wrongly, or all others are cut off from the loss (frozen, "
+              "detached)", "compare the gradients of this layer's parameters with those of another engine:  engine: "
+              "fsdp , dtype: float32")
+_FAR = ("KL to the reference is {value:.2g} nats a token before anything is trained",
+        "the reference is not the model that is trained, or is asked otherwise: another temperature, template or "
+        "position, or other weights",
+        "roles.reference={{copy_of: {role}}} , and no temperature of its own at its node")
+_TOO_FAST = ("the learning rate is far above what such a model takes; or a batch is used for too many updates",
+             "{lower} , or  nodes.{node}.with.epochs=1")
+_OTHER_BASELINES = {"gae", "baseline_advantage", "discounted_advantage", "distillation_advantage", "rank_filter"}
+_UNANSWERED = (
+    "a parser's failure: completions do not have the form that the reward reads, as `#### 42` or `\\boxed{{42}}`; or "
+    "it reads another one than the prompt asks for", "ask for the form in the question, or read what models write:  "
+    "nodes.reward.with.reward={{math: {{strict: false}}}}")
+_MISMATCH = (
+    "Trainer and rollout differ by {value:.2g} nats a token, before by {before:.2g}",
+    "the engine that samples does not hold the weights that are trained, or computes them otherwise (precision, "
+    "kernels, positions, temperature); or a node has changed `responses` after they were sampled; or the trainer is "
+    "not deterministic (dropout)", "roles.{role}.rollout=hf  shows whether it is the engine; until then a node "
+    "`truncated_importance` corrects for it")
+_RATE_LEAPS = (
+    "The learning rate leapt from {before:.2g} to {value:.2g}",
+    "a resume or a change of settings with another rate, or a schedule or warm-up that begins again",
+    "go on from a checkpoint before it with  roles.{role}.learning_rate={before:.2g}")
+_COLLAPSE = (
+    "Entropy collapsed from {before:.3g} to {value:.3g} nats, and little more is earned",
+    "the policy settles on a few answers before it has found better ones: each update is too large, or only what is "
+    "already likely is reinforced", "nodes.{node}.with.clip_high=0.28  or  entropy=0.001  there, or  {lower}")
+_EXPLOSION = (
+    "Entropy rose from {before:.3g} to {value:.3g} nats: completions become random",
+    "updates make likely tokens unlikely faster than they find better ones: the learning rate is too high; or most "
+    "advantages are negative", "{lower}")
+_CUT = (
+    "{value:.0%} of the completions are cut off at the limit of tokens",
+    "completions do not come to an end: the limit is too short for the task; or the policy earns by going on",
+    "{key}={more} , or a node `overlong_penalty` as dapo.yaml has it")
 READINGS = (
     Reading("data_lost", DATA, "data/prompts_cut", 0.1, "{value:.0%} of the prompts lose their beginning",
             "`{key}` is {set}, and they are longer: the instructions, or the question itself, are cut off",
@@ -95,15 +243,22 @@ READINGS = (
     Reading("data_lost", DATA, "data/records_skipped", 0.3, "{value:.1f} records are skipped for each prompt of a step",
             "records are empty, or longer than `data.max_prompt_tokens` allows: what is left is a skewed choice",
             "data.max_prompt_tokens=4096 , or mend the records", per="prompts"),
-    Reading("data_lost", DATA, "data/texts_mended", 0.2, "{value:.0%} of the records have broken characters",
-            "the file was written in another encoding, or texts were cut within a character",
-            "write  data.train  again as UTF-8", per="prompts"),
     Reading("data_lost", DATA, "filter/*/prompts_short", 0.5, "Steps lack {value:.0%} of their prompts",
             "the filter drops most of what is drawn, and `{key}` ({set}) ends the search: problems are too hard or too "
             "easy for this model", "{key}={more} , or data of another difficulty", per="prompts",
             setting="nodes.*.with.max_draws", usual=10, steps=RECENT),
-    Reading("data_lost", DATA, "distillation/failed", 0.1, "{value:.0%} of the rows have no answer of the teacher",
-            "the served teacher fails or takes too long", "its address and its log", per="samples"),
+    Reading("answers_not_found", DATA, "reward/unanswerable", 0.1,
+            "{value:.0%} of the completions cannot be scored: their records lack a reference answer with a mark, as "
+            "others have it", "the records' answers have several forms, or end before the result: nothing is ever "
+            "earned with such a prompt", "mend or drop these records of  data.train", steps=8),
+    Reading("stale_data", DATA, "epoch", 0.0, "The data went back from epoch {before:.3f} to {value:.3f}",
+            "the position in the data is that of an earlier step, as after a resume",
+            "distflow resume  restores it; a loop of your own must save it", steps=1, base=1, drop=1 - 1e-9),
+    Reading("stale_data", DATA, "staleness/mean", 1.5,
+            "Samples are {value:.1f} times as old as `staleness` ({set}) allows",
+            "the same batch is trained again and again, as from a buffer that is not emptied, or sampling stands still",
+            "the node or loop that hands rows to the update", per="setting", setting="staleness", usual=1,
+            when=lambda series: not any(series.last("mismatch/unsampled", 1))),
     Reading("duplicated_prompts", DATA, "prompt/repeated", 0.2, "{value:.0%} of a step's prompts are there twice",
             "the training data repeats itself, so that a step learns from few problems",
             "distflow validate --prove  names what is there twice; take it out of  data.train"),
@@ -124,6 +279,16 @@ READINGS = (
             "the preferences are noisy: labels by chance, some pairs with chosen and rejected swapped, or a reward "
             "that ranks wrong answers first", "clean the pairs of  data.train ; nodes.update.with.label_smoothing=0.1 "
             " bears a few", steps=8),
+    Reading("pairs_contradict", DATA, "response/alike", 0.1,
+            "At least {value:.0%} of the chosen and rejected answers are identical, so that there is nothing to prefer",
+            "one field is read twice, or the pairs were made of equal answers", "pairs of  data.train  that differ",
+            when=lambda series: "labelled_pairs" in series.functions),
+    Reading("no_signal", DATA, "preference/accuracy", 0.99,
+            "Pairs are told apart from the first steps on (accuracy {value:.0%})",
+            "the pairs are too easy: rejected answers are trivially bad, or differ from chosen ones by their form, "
+            "which teaches nothing about what is right", "rejected answers that a model would give",
+            when=lambda series: 5 <= len(series.steps) <= 8 and "best_and_worst" not in series.functions and
+            min(value for _, value in series.known("preference/accuracy")[1:]) >= 0.99),
     Reading("pairs_contradict", UPDATE, "preference/accuracy", 0.0,
             "The rejected answers are preferred: in {value:.0%} of the pairs alone the chosen one is ahead",
             "the preference has the wrong sign in a loss or node, or the learning rate is far too high",
@@ -167,6 +332,18 @@ READINGS = (
             "{value:.0%} of what the tools answer is the same text",
             "the tool always says the same, whatever it is asked: it fails without an error, reads the wrong argument, "
             "or is a stub", "look at the observations in trajectories/", steps=8),
+    Reading("advantage_sign", ADVANTAGE, "advantages/reward_correlation", -1.01,
+            "Advantages go against the rewards of their rows (correlation {value:.2f})",
+            "the advantage has the wrong sign, so that what earns less is reinforced", _ADVANTAGES, most=-0.3,
+            rows="high"),
+    Reading("advantage_sign", ADVANTAGE, "advantages/reward_correlation", -0.3,
+            "Advantages do not follow the rewards of their rows (correlation {value:.2f})",
+            "rows and advantages are mixed up, or every row gets the same advantage whatever it earns", _ADVANTAGES,
+            most=0.35, rows="high"),
+    Reading("advantage_sign", ADVANTAGE, "advantages/std", 0.0, "All advantages are the same, whatever rows earn",
+            "every completion is reinforced alike: the advantage does not read the rewards", _ADVANTAGES, most=1e-6,
+            rows="high", when=lambda series: _rewards_differ(series) and
+            abs(middle(series.last("advantages/mean", 3))) > 1e-3),
     Reading("advantage_sign", ADVANTAGE, "advantages/min", -1e-9, "No advantage is below 0",
             "what earns less than the rest is never unlearnt: negative advantages are cut off, or the baseline is too "
             "low", "the node that writes `advantages`: it must return reward minus baseline", steps=RECENT,
@@ -176,6 +353,13 @@ READINGS = (
             "the node that writes `advantages`: it must return reward minus baseline", most=1e-9, steps=RECENT,
             when=lambda series: middle(series.last("advantages/std", RECENT)) > 0.05 and
             "distillation_advantage" not in series.functions, rows="high"),
+    Reading("advantage_scale", ADVANTAGE, "advantages/std", 1e-12, "Advantages nearly vanish (deviation {value:.1g})",
+            "rewards differ, but what is made of them is scaled down to nothing", "the node that writes `advantages`; "
+            "nodes.update.with.normalize=batch", most=0.01, steps=8, when=_rewards_differ),
+    Reading("no_signal", DATA, "distillation/*", -1e-5, "Teacher and student agree from the start ({value:.1g} nats)",
+            "the teacher is the student itself, or its log-probabilities are the student's", "the teacher's model:  "
+            "roles.teacher.model", most=1e-5, steps=RECENT, when=lambda series: len(series.steps) <= 8 and
+            bool(series.known("distillation/reverse_kl") or series.known("distillation/divergence"))),
     Reading("end_untrained", UPDATE, "response/trained", -1.0, "Only {value:.0%} of the sampled tokens are trained",
             "`response_mask` leaves out most of what the policy wrote",
             "the node that writes `response_mask`: True for all sampled tokens", most=0.5, steps=RECENT, rows="long",
@@ -203,17 +387,9 @@ READINGS = (
             when=lambda series: "preference_update" in series.functions),
     Reading("value_head", UPDATE, "value/explained", -1e30,
             "The critic explains {value:.2f} of the variance of returns: less than a constant would",
-            "the critic does not learn, or too fast: advantages are noise then",
+            "the critic learns too fast, or not at all: advantages are noise then",
             "roles.critic.learning_rate=1e-5 , and  nodes.update.with.critic_warmup=20  lets it learn first",
-            most=-0.3, steps=8, when=lambda series: len(series.known("value/explained")) >= 12),
-    Reading("value_head", UPDATE, "value/clipped", 0.5, "{value:.0%} of the critic's values moved too far in one step",
-            "its learning rate is too high, or `clip` ({set}) of `value_update` is tiny against the returns",
-            "roles.critic.learning_rate=1e-5 , or a larger  clip  there", setting="nodes.critic.with.clip", usual=0.2,
-            steps=8),
-    Reading("importance_lost", UPDATE, "importance/truncated", 0.4,
-            "The importance weight of {value:.0%} of the tokens is out of bounds",
-            "samples are of another policy than the one trained: too old (`staleness`), or by an engine that computes "
-            "otherwise", "staleness=1 , or  roles.actor.rollout=hf  to see whether it is the engine"),
+            most=-0.04, steps=12, when=lambda series: len(series.known("value/explained")) >= 16),
     Reading("importance_lost", UPDATE, "importance/rejected", 0.4,
             "{value:.0%} of the tokens are rejected as off-policy",
             "samples are of another policy than the one trained: too old (`staleness`), or by an engine that computes "
@@ -234,6 +410,11 @@ READINGS = (
             "pay for the final answer alone, or let a turn cost something", per="setting",
             setting="nodes.*.with.max_turns", usual=8, steps=RECENT, rows="high",
             when=lambda series: middle(series.last("response/truncated", RECENT)) > 0.5 and series.earned > 0.05),
+    Reading("repetition", POLICY, "response/repetition", 0.25,
+            "{value:.0%} of the runs of four tokens in a conversation were in it before, from the first step on",
+            "the environment's text is long and repeats itself, and takes the tokens that answers need (`{key}` is "
+            "{set})", "shorter observations, or  {key}={more}", setting="nodes.*.with.max_tokens", usual=1024,
+            rows="long", when=lambda series: bool(series.known("environment/turns")) and len(series.steps) <= 8),
     Reading("tools_avoided", POLICY, "environment/turns", 0.0, "Conversations have one turn: no tool is ever asked",
             "the environment ends at the first turn, the model does not know how its tools are called, or `{key}` "
             "({set}) allows no more", "look at a conversation in trajectories/ ; demonstrations of calls (an sft run) "
@@ -247,218 +428,131 @@ READINGS = (
             "the policy ends at once: ending earns no less than a wrong answer, the prompt's form asks for nothing, or "
             "the end token was trained too much", "a reward below 0 for no answer, and the prompts' form",
             most=2.0, steps=RECENT, rows="low", symptom=True, when=lambda series: bool(series.known(series.reward))),
+    Reading("data_repeats", DATA, "epoch", 8, "Each record has been trained {value:.0f} times in {step} steps",
+            "the data has few records for its batch: the policy learns them by heart",
+            "more records in  data.train , or a smaller  data.batch ; held-out answers tell whether it harms", steps=1,
+            when=lambda series: series.last("epoch", 8)[-1:] > [value + 2 for value in series.last("epoch", 8)[:1]]),
+    Reading("answers_not_found", REWARD, "reward/unanswered", 0.95,
+            "The reward finds no final answer in {value:.0%} of the completions", *_UNANSWERED, steps=8, rows="low"),
+    Reading("answers_not_found", REWARD, "reward/unanswered", 0.4,
+            "The reward finds no final answer in {value:.0%} of the completions, before in {before:.0%}", *_UNANSWERED,
+            base=10, rise=1, plus=0.4, rows="low", when=lambda series: not series.policy_leapt),
+    Reading("length_hacking", REWARD, "reward/length_correlation", -1.01,
+            "Shorter completions earn more (correlation {value:.2f}), and completions shrink",
+            "the reward, or a penalty of length, pays for few tokens more than for what is right",
+            "a smaller weight of the length, or a larger  max_length  of `overlong_penalty`", most=-0.65, steps=RECENT,
+            rows="long", symptom=True, when=lambda series: _grew(series) < 0.75),
+    Reading("length_hacking", REWARD, "reward/length_correlation", 0.65,
+            "Longer completions earn more (correlation {value:.2f}), and completions grow",
+            "length hacking: the reward pays for length, or a loss that averages over tokens favours it",
+            "add a cost of length, as  nodes.reward.with.reward={{math: 1.0, length: {{weight: 0.2, target: 100}}}}",
+            steps=RECENT, rows="long", symptom=True, when=lambda series: _grew(series) >= 1.4),
+    Reading("tool_errors", REWARD, "environment/error_answers", 0.4, "{value:.0%} of what the tools answer are errors",
+            "the tools fail, or the policy calls them in a form that they do not take",
+            "look at the observations in trajectories/ , and pay nothing for turns that fail", steps=RECENT,
+            rows="low"),
+    Reading("tools_avoided", REWARD, "environment/turns", 0.0,
+            "Conversations fell from {before:.1f} to {value:.1f} turns: the policy no longer asks its tools",
+            "what the tools answer does not help, as where they fail or answer with errors",
+            "look at the observations in trajectories/", steps=RECENT, rows="low", drop=0.7,
+            when=lambda series: middle(series.first("environment/turns", FIRST)) >= 1.3),
+    Reading("advantage_baseline", ADVANTAGE, "advantages/of_prompts", 0.1,
+            "{value:.0%} of the advantages' square is common to all samples of a prompt",
+            "the baseline is not the mean of the prompt's own samples, as where rewards are normalised over the batch, "
+            "or rows are grouped wrongly: easy prompts are reinforced, hard ones unlearnt",
+            "a node `group_advantage` or `leave_one_out_advantage` in place of what writes `advantages`", most=0.999,
+            steps=RECENT, when=lambda series: not series.functions & _OTHER_BASELINES),
+    Reading("advantage_scale", ADVANTAGE, "advantages/std", 5.0, "Advantages have a deviation of {value:.3g}; losses "
+            "expect about 1", "the advantage is not divided by the deviation of rewards",
+            "nodes.{node}.with.normalize=batch , or a node `group_advantage`",
+            when=lambda series: "distillation_advantage" not in series.functions),
+    Reading("mismatch", UPDATE, "mismatch/logprob_mean", 0.25, *_MISMATCH, when=_on_policy),
+    Reading("mismatch", UPDATE, "mismatch/logprob_mean", 0.02, *_MISMATCH, when=_on_policy, base=10, rise=3),
+    Reading("policy_stuck", UPDATE, "*grad_norm", 0.0, "The model is as it was: `{metric}` stays 0",
+            "no gradient reaches the parameters: all are frozen, or the loss does not depend on them", _UNFROZEN,
+            most=0.0, steps=8, when=_differ),
+    Reading("policy_stuck", UPDATE, "policy/kl_reference", 0.0, *_STILL, most=1e-7, steps=8, when=_trains),
+    Reading("policy_stuck", UPDATE, "policy/kl_reference", 0.0, *_STILL, most=2e-6, steps=16, when=_trains),
+    Reading("policy_stuck", UPDATE, "*learning_rate", 0.0, "The learning rate has fallen to {value:.1g} by step {step}",
+            "its schedule ends too early: it counts fewer steps than the run has, or is advanced several times a step",
+            "roles.{role}.schedule=constant", when=_ended),
+    Reading("policy_stuck", UPDATE, "*learning_rate", 0.0, "`{metric}` is {value:.1g}: nothing moves",
+            "that is far below what models take (1e-7 to 1e-5, adapters 1e-5 to 1e-4)",
+            "roles.{role}.learning_rate=1e-6", most=1e-8, steps=8, when=_stays),
+    Reading("gradient_of_one_layer", UPDATE, "gradient/share_of_layer/[0-9]*", 0.999, *_ONE_LAYER, steps=8),
+    Reading("gradient_of_one_layer", UPDATE, "gradient/share_of_layer/[0-9]*", 0.9, *_ONE_LAYER, steps=RECENT,
+            when=lambda series: len(series.steps) >= 2 * RECENT and not any(
+                value > 0.75 for name in series.known_names("gradient/share_of_layer/")
+                for step, value in series.known(name) if step <= series.steps[-RECENT - 1])),
+    Reading("reference_differs", UPDATE, "policy/kl_reference", 0.05, *_FAR, steps=1,
+            when=lambda series: _untrained(series) and _one_update(series)),
+    Reading("reference_differs", UPDATE, "reward/kl", 0.05, *_FAR, steps=1, per="response/length", when=_untrained),
+    Reading("reference_moves", UPDATE, "policy/kl_reference", 0.0, "KL to the reference is always 0",
+            "the reference takes the policy's weights in each step (follow), so that it holds nothing",
+            "roles.reference.follow=null , or a mix below 1 and a larger  every", most=0.0, steps=8,
+            when=lambda series: series.copies_policy),
+    Reading("reference_moves", UPDATE, "policy/kl_reference", 0.0,
+            "KL to the reference dropped from {before:.2g} to {value:.2g} in one step",
+            "the reference has become the policy: its weights were replaced, or it follows the policy",
+            "roles.reference.follow=null , or a mix below 1", steps=2, base=6, drop=0.25,
+            when=lambda series: min(series.before("policy/kl_reference", 2, 6, 4) or [0.0]) > max(
+                0.002, 4 * max(series.last("policy/kl_reference", 2)))),
+    Reading("optimizer_forgets", UPDATE, "*gradient/remembered", 1e-9,
+            "The optimizer remembers {value:.0f} updates, and {before:.0f} in the step before",
+            "its state is cleared or made anew (each step, or by a resume without it): every update is as large as the "
+            "first and follows one batch alone",
+            "make the optimizer once, and save its state with the model; distflow resume  restores it", steps=1, base=1,
+            drop=1),
+    Reading("learning_rate", UPDATE, "policy/kl_reference", 0.5,
+            "The policy left the model that it was within {step} steps ({value:.2g} nats a token from the reference)",
+            *_TOO_FAST, steps=1, when=_early),
+    Reading("learning_rate", UPDATE, "policy/entropy", 0.3,
+            "The policy left the model that it was within {step} steps", *_TOO_FAST, steps=2, rise=4,
+            when=lambda series: _early(series) and middle(series.last(series.reward, 2)) < 0.5 * middle(
+                series.first(series.reward, 2))),
+    Reading("learning_rate", UPDATE, "learning_rate", 0.0, *_RATE_LEAPS, steps=1, base=10, rise=3),
+    Reading("learning_rate", UPDATE, "learning_rate", 1e-12, *_RATE_LEAPS, steps=1, base=1, drop=0.33,
+            when=lambda series: series.steps[-1] < 0.8 * series.number("steps", math.inf)),
+    Reading("ratio_clipped", UPDATE, "policy/clip_ratio", 0.15,
+            "The bound of the loss is active on {value:.0%} of the tokens, which then teach nothing",
+            "the policy moves far within one batch: too many updates of it, or too large ones",
+            "nodes.{node}.with.epochs=1 , or  {lower}", steps=8, symptom=True, when=_bounded),
+    Reading("ratio_clipped", UPDATE, "policy/clip_ratio_high", 0.02,
+            "The upper bound of the loss is active on {value:.0%} of the tokens",
+            "`clip_high` is far below `clip`: good answers may hardly become likelier, while bad ones become unlikely",
+            "nodes.{node}.with.clip_high=0.2", steps=8, symptom=True, when=_tight),
+    Reading("duplicated_samples", POLICY, "response/alike", 0.0,
+            "{value:.0%} of the completions are copies of another one to their prompt, though the policy is uncertain",
+            "the samples of a prompt have one seed, or rows are copied: such a policy gives different answers",
+            "the seed of the sampler, or the node that writes `responses`", rows="high",
+            when=lambda series: series.copied and middle(series.last("policy/entropy", 3)) >= 0.02),
+    *(Reading("no_signal", OUTCOME, name, 0.0, "Every completion earns {earned:.3g} ({parts}), so that nothing "
+              "is learnt", *_ALIKE, steps=RECENT, symptom=True, rows="low", most=1e-9)
+      for name in ("reward/std", "environment/reward_std")),
+    Reading("no_signal", OUTCOME, "*/zero_std_groups", 0.85,
+            "In {value:.0%} of the groups all samples earn the same, and teach nothing", *_ALIKE, steps=8, symptom=True,
+            rows="low", when=lambda series: series.group_sizes != [1]),  # those have another baseline
+    Reading("entropy_collapse", POLICY, "policy/entropy", 0.0, *_COLLAPSE, **_SYMPTOM, rows="low", drop=0.35,
+            when=lambda series: _settles(series) and series.earned < 0.05),
+    Reading("entropy_collapse", POLICY, "policy/entropy", 0.0, *_COLLAPSE, **_SYMPTOM, rows="low", drop=0.65,
+            when=lambda series: _settles(series) and _falls_silent(series)),
+    Reading("entropy_explosion", POLICY, "policy/entropy", 0.3, *_EXPLOSION, **_SYMPTOM, rise=4),
+    Reading("entropy_explosion", POLICY, "policy/entropy", 0.1, *_EXPLOSION, **_SYMPTOM, rise=2.4,
+            when=lambda series: series.lost or bool(series.bonus) and series.earned < 0.05),
+    Reading("truncation", POLICY, "response/truncated", 0.5, *_CUT, **_SYMPTOM, **_LIMIT, when=_rewarded),
+    Reading("truncation", POLICY, "response/truncated", 0.0, *_CUT, **_SYMPTOM, **_LIMIT, rise=1, plus=0.25,
+            when=_rewarded),
+    Reading("repetition", POLICY, "response/repetition", 0.1,
+            "{value:.0%} of the runs of four tokens in a completion were in it before",
+            "the policy goes round in circles: what repeats earns; or it has left the language that it knew",
+            "nodes.{node}.with.kl=0.01 , and a reward that does not pay for what repeats", steps=RECENT, rows="long",
+            symptom=True, rise=3, when=_rewarded),
+    Reading("kl_runs_off", POLICY, "policy/kl_reference", 0.3,
+            "KL to the reference runs off: {before:.3g} → {value:.3g} nats a token",
+            "updates are too large for the model: the learning rate is too high; or the KL term is too weak to hold "
+            "it, or of the wrong sign", "{lower} , or  nodes.{node}.with.kl=0.01", steps=RECENT, symptom=True, base=8,
+            rise=1.5, when=lambda series: series.last("policy/kl_reference", 1) > [1.0] or series.earned <= 0.1),
 )
-
-
-_LOSSES = frozenset({"kl_runs_off", "loss_spike", "entropy_explosion", "repetition", "reward_fell", "learning_rate",
-                     "both_answers_fall"})
-_OFF = _LOSSES | {"ratio_clipped", "entropy_collapse", "truncation", "answers_not_found", "no_signal", "held_out_falls"}
-_ALIKE = frozenset({"no_signal", "duplicated_samples", "entropy_collapse"})
-_RANDOM = _OFF - {"entropy_collapse"}
-_STILL = frozenset({"policy_stuck", "gradient_vanishes"})
-_OFTEN = frozenset({"ratio_clipped", "mismatch", *_LOSSES})
-
-
-@dataclass(frozen=True)
-class Usual:
-    """A setting and its range in runs that learn. sure: beyond these a run learns nothing, or breaks. does: below it,
-    and behind `|` above it. fix: a usual value; default: a tenth of the bound. explains: detectors whose fault may
-    follow. of: what is compared with the range, in a `unit` if it is not in proportion to the setting."""
-
-    setting: str
-    low: float
-    high: float
-    sure: tuple[float, float]
-    does: str
-    fix: str
-    explains: frozenset[str]
-    of: Callable[[Series, str, str], float] = lambda _series, _key, text: number(text, math.nan)
-    unit: str = ""
-
-    def beyond(self, series: Series) -> Iterator[Odd]:
-        """Yield the settings that are out of the range."""
-        for key in series.keys(self.setting):
-            value, text = self.of(series, key, series.settings[key]), series.settings[key]
-            above, below = _log(value) - _log(self.high), _log(self.low) - _log(value)
-            if max(above, below) > 1e-3:
-                bound, side, of = (self.high, "at most", 0.1) if above > 0 else (self.low, "at least", 10.0)
-                own = bound if self.unit or not value else bound * number(text, value) / value
-                does, _, does_above = self.does.partition("|")
-                yield Odd(max(above, below), not self.sure[0] <= value <= self.sure[1],
-                          f"`{key}` is {text}{f', {value:.0%} {self.unit}' if self.unit else ''} (usual: {side} "
-                          f"{own:.3g})", does_above if above > 0 and does_above else does,
-                          f"{key}={self.fix or f'{own * of:.1g}'}")
-
-
-class Odd(NamedTuple):
-    """A setting out of its usual range. distance: in e-folds. sure: whether nothing is learnt with it."""
-
-    distance: float
-    sure: bool
-    what: str
-    does: str
-    fix: str
-
-
-def _log(value: float) -> float:
-    return math.log(max(value, 1e-12))
-
-
-def _role_of(key: str) -> str:
-    return key.split(".")[1]
-
-
-def _rate(series: Series, key: str, text: str) -> float:
-    """Return a learning rate as that of a large policy's whole weights: adapters, critics and imitation bear ten times
-    as much, models without a size in billions in their name fifty times."""
-    role = f"roles.{_role_of(key)}"
-    adapts = series.settings.get(f"{role}.lora.rank", "null") != "null"
-    judges = _role_of(key) != series.trained_role or bool(series.functions & _IMITATION)
-    large = re.search(r"\d[bB]\b", series.settings.get(f"{role}.model.path", ""))
-    return number(text, math.nan) / 10 ** (adapts + judges) / (1 if large else 50)
-
-
-_SAMPLING = {"generate", "converse"}
-_IMITATION = {"supervised_update", "reward_update", "distillation_update", "distillation_advantage"}
-
-
-def _adapter(series: Series, key: str, text: str) -> float:
-    rank = max(series.number(key.replace(".alpha", ".rank"), 16.0), 1.0)
-    rooted = series.settings.get(key.replace(".alpha", ".rslora")) == "true"
-    return number(text, 32.0) / (rank ** 0.5 if rooted else rank)
-
-
-def _beta(index: int) -> Callable[[Series, str, str], float]:
-    return lambda _series, _key, text: 1 - number(f"{text},".strip("[").split(",")[index].strip(" ]"), math.nan)
-
-
-def _taken(series: Series, key: str, text: str) -> float:
-    """Return the share of all weights that a step's decay takes."""
-    return number(text, math.nan) * series.number(key.replace("weight_decay", "learning_rate"), 1e-6)
-
-
-def _of_steps(series: Series, _key: str, text: str) -> float:
-    """Return a number of steps in proportion to those of the run; a trial of a few steps says nothing."""
-    steps = series.number("steps", math.inf)
-    return number(text, math.nan) / steps if steps >= 20 else math.nan
-
-
-def _sampled(series: Series, _key: str, text: str) -> float:
-    """Return how a run samples: 0 tokens are all of them."""
-    return number(text, math.nan) if series.known("response/alike") and series.functions & _SAMPLING else math.nan
-
-
-def _compared(series: Series, _key: str, text: str) -> float:
-    """Return how many samples of a prompt are compared with each other, if they are."""
-    return number(text, math.nan) if series.functions & {"group_advantage", "leave_one_out_advantage"} else math.nan
-
-
-def _tokens(series: Series, key: str, text: str) -> float:
-    return _sampled(series, key, text) or math.inf
-
-
-def _of_function(*names: str) -> Callable[[Series, str, str], float]:
-    """Return a setting of nodes of these functions alone."""
-    return lambda series, key, text: number(text, math.nan) \
-        if series.settings.get(f"{key.rpartition('.with.')[0]}.function") in names else math.nan
-
-
-def _clip(series: Series, key: str, text: str) -> float:
-    start = key.rpartition(".")[0]
-    bounded = series.settings.get(f"{start}.loss", "ppo") == "ppo" and series.settings.get(
-        key.replace(".with.clip", ".function"), "") in ("policy_update", "value_update")
-    return number(text, math.nan) if bounded else math.nan
-
-
-USUAL = (
-    Usual("roles.*.learning_rate", 1e-9, 1e-5, (1e-12, 1e-4),
-          "updates are too small to change anything|each update is too large: the model is destroyed, not trained",
-          "", _OFF | _STILL | {"value_head"}, of=_rate),
-    Usual("roles.*.lora.alpha", 0.2, 16, (0.02, 100),
-          "the adapter has no effect on the model|the adapter outweighs the model that it is added to", "32",
-          _OFF | _STILL, of=_adapter),
-    Usual("roles.*.betas", 0.03, 1, (0.005, 1), "the optimizer follows gradients of hundreds of steps ago",
-          "[0.9, 0.95]", _OFF | _STILL, of=_beta(0), unit="of the gradient is new"),
-    Usual("roles.*.betas", 0, 0.2, (0, 0.5), "|the optimizer forgets how large gradients are, so that one outlier "
-          "moves all weights", "[0.9, 0.95]", _OFF, of=_beta(1), unit="of the squares is forgotten"),
-    Usual("roles.*.max_grad_norm", 0.01, 1e9, (1e-8, math.inf), "gradients are scaled down to nothing", "1.0", _STILL),
-    Usual("roles.*.warmup_steps", 0, 0.5, (0, 2), "|the learning rate never reaches its value", "20", _STILL,
-          of=_of_steps),
-    Usual("roles.*.weight_decay", 0, 3e-4, (0, 1e-3), "|each step takes more than a thousandth of all weights, "
-          "which are gone before anything is learnt", "0", _OFF, of=_taken),
-    Usual("roles.*.generation.temperature", 0.4, 1.4, (0.05, 2),
-          "a prompt gets the same answer again and again, and nothing is compared|completions are random", "1",
-          _ALIKE | _RANDOM | {"mismatch"}, of=_sampled),
-    Usual("roles.*.generation.top_p", 0.5, 1, (0.1, 1), "only the likeliest tokens are sampled: answers hardly differ",
-          "1", _ALIKE, of=_sampled),
-    Usual("roles.*.generation.top_k", 5, math.inf, (1.5, math.inf),
-          "only the likeliest tokens are sampled: answers hardly differ", "0", _ALIKE, of=_tokens),
-    Usual("roles.*.generation.min_p", 0, 0.3, (0, 0.8), "|only the likeliest tokens are sampled: answers hardly differ",
-          "0", _ALIKE, of=_sampled),
-    Usual("nodes.*.with.clip", 0.02, 1, (1e-3, 5), "the bound stops every update at once: nearly no token teaches "
-          "anything|nothing bounds how far a batch moves the policy", "0.2", _OFTEN | _STILL, of=_clip),
-    Usual("nodes.*.with.epochs", 1, 6, (1, 50), "|each batch is used for too many updates", "1", _OFTEN),
-    Usual("nodes.*.with.kl", 0, 0.5, (0, 5), "|the KL term outweighs what is earned: the policy is held where it is",
-          "0.001", _STILL | {"no_signal", "reward_fell", "loss_spike", "kl_runs_off"}),
-    Usual("nodes.*.with.entropy", 0, 0.05, (0, 0.2), "|the bonus outweighs the reward: the policy is paid for being "
-          "random", "0", _RANDOM),
-    Usual("nodes.*.with.gamma", 0.99, 1, (0.9, 1), "most tokens never hear of the reward at the end", "1.0",
-          _STILL | {"no_signal", "value_head"}),
-    Usual("nodes.*.with.lam", 0.5, 1, (0.1, 1), "advantages trust the critic alone, which knows nothing of the end at "
-          "first", "0.95", _STILL | {"no_signal", "value_head"}),
-    Usual("nodes.*.with.group_size", 3, 512, (0, math.inf), "a sample has few others of its prompt to be compared with",
-          "8", frozenset({"no_signal"}), of=_compared),
-    Usual("nodes.*.with.nll", 0, 5, (0, 100), "|imitation of the preferred answers outweighs the preference", "1",
-          _STILL | {"held_out_falls"}),
-    Usual("nodes.*.with.centering", 0, 1, (0, 20), "|all scores are drawn to 0, so that none tells answers apart",
-          "0.01", _STILL),
-    Usual("nodes.*.with.beta", 0.005, 2, (5e-4, 20), "nothing holds the policy to its reference|the loss is saturated "
-          "by the smallest difference: the policy hardly moves", "0.1", _OFF | _STILL,
-          of=_of_function("preference_update")),
-    Usual("nodes.*.with.label_smoothing", 0, 0.3, (0, 0.4), "|labels count as wrong about as often as right, so that "
-          "pairs teach nothing", "0", _STILL),
-    Usual("nodes.*.with.entropy_quantile", 0, 0.9, (0, 0.98), "|hardly any token is trained", "0.8", _STILL),
-    Usual("nodes.*.with.epsilon", 0, 0.1, (0, 10), "|advantages are divided down to nothing", "1e-6", _STILL,
-          of=_of_function("group_advantage")),
-    Usual("nodes.*.with.k", 4, math.inf, (1.5, math.inf),
-          "the teacher shows too few tokens to learn a distribution from", "32",
-          frozenset({"teacher_tail", "entropy_collapse", "held_out_falls"}), of=_of_function("top_logprobs")),
-    Usual("nodes.*.with.reward.math", 1e-9, math.inf, (0, math.inf),
-          "right answers cost: a weight below 0 has the wrong sign", "1.0",
-          frozenset({"no_signal", "held_out_falls", "reward_against_answers", "reward_fell"})),
-    Usual("staleness", 0, 8, (0, 64), "|samples are of policies that are long gone", "1",
-          _OFTEN | {"importance_lost", "held_out_falls"}),
-)
-
-
-def unusual(series: Series, detector: str = "") -> list[Odd]:
-    """Return the settings that are out of their usual range, the farthest first: all, or those that explain a fault."""
-    return sorted((odd for usual in USUAL if not detector or detector in usual.explains
-                   for odd in usual.beyond(series)), reverse=True)
-
-
-@detector(origin=DATA)
-def unusual_setting(series: Series) -> Evidence | None:
-    """A setting is so far from the usual that the run cannot learn."""
-    sure = [odd for odd in unusual(series) if odd.sure] if len(series.steps) >= 3 else []
-    return Evidence(series.steps[0], series.goal[0], sure[0].what, sure[0].does, sure[0].fix) if sure else None
-
-
-def explained(series: Series, detector: str, seen: Evidence) -> Evidence:
-    """Return evidence whose cause begins with the unusual settings that explain it. A rule that wants one of them
-    changed has nothing to add."""
-    odd, form = unusual(series, detector)[:2], series.own_form
-    if form and detector in _FORMED and seen.since <= _EARLY and form not in seen.cause:
-        seen = replace(seen, cause=f"{seen.cause}; or prompts have a form that the model does not know{form}")
-    known = [each.fix.partition("=")[0] in seen.remedy for each in odd]
-    if not odd:
-        return seen
-    causes = [f"{each.what}, so that {each.does}" for each in odd]
-    return replace(seen, cause="; and ".join(causes) + ("" if any(known) else f". If not that: {seen.cause}"),
-                   remedy=" , or  ".join([*(each.fix for each, told in zip(odd, known) if not told), seen.remedy]))
-
-
-_FORMED, _EARLY = frozenset({"answers_not_found", "no_signal", "truncation", "repetition", "entropy_explosion"}), 8
 
 
 for _reading in READINGS:

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from harness import ROOT
@@ -27,12 +28,14 @@ HEALTHY = {"reward/mean": 0.5, "reward/std": 0.45, "reward/zero_std_groups": 0.4
            "reward/answer_correlation": 0.9, "prompt/same_answer": 0.1}
 
 
-def steps_of(count: int, seed: int = 0, first: int = 0, **changed: float) -> list[dict[str, float]]:
-    """Steps with noise of a tenth; from step `first` on the metrics that are `changed`, `__` for `/`, are exact."""
+def steps_of(count: int, seed: int = 0, first: int = 0, **changed: float | None) -> list[dict[str, float]]:
+    """Steps with noise of a tenth; from step `first` on the metrics that are `changed`, `__` for `/`, are exact, or
+    missing."""
     draw = random.Random(seed)
-    return [{name: value * draw.uniform(0.9, 1.1) for name, value in HEALTHY.items()} | {"step": step} |
-            ({name.replace("__", "/"): value for name, value in changed.items()} if step >= first else {})
-            for step in range(1, count + 1)]
+    lines = [{name: value * draw.uniform(0.9, 1.1) for name, value in HEALTHY.items()} | {"step": step} |
+             ({name.replace("__", "/"): value for name, value in changed.items()} if step >= first else {})
+             for step in range(1, count + 1)]
+    return [{name: value for name, value in line.items() if value is not None} for line in lines]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -45,7 +48,8 @@ def test_noise_is_no_fault(seed):
     ("reward_noise", {"reward__inconsistent": 0.6}),
     ("no_signal", {"reward__zero_std_groups": 0.95}),
     ("reward_failures", {"reward__failed": 20.0}),
-    ("length_hacking", {"reward__length_correlation": 0.8, "response__length": 60.0}),
+    ("length_hacking", {"reward__length_correlation": 0.8, "response__length": 60.0,
+                        "reward__answer_correlation": 0.4}),
     ("entropy_collapse", {"policy__entropy": 0.02}),
     ("entropy_explosion", {"policy__entropy": 2.0}),
     ("truncation", {"response__truncated": 0.6}),
@@ -81,7 +85,14 @@ def test_noise_is_no_fault(seed):
     ("importance_lost", {"importance__rejected": 0.9}),
     ("advantage_sign", {"advantages__min": 0.0}),
     ("advantage_sign", {"advantages__max": 0.0}),
-    ("length_hacking", {"reward__length_correlation": -0.9, "response__length": 20.0}),
+    ("length_hacking", {"reward__length_correlation": -0.9, "response__length": 20.0,
+                        "reward__answer_correlation": 0.4}),
+    ("learning_rate", {"learning_rate": 1e-5}),
+    ("learning_rate", {"learning_rate": 1e-7}),
+    ("answers_not_found", {"reward__unanswerable": 0.4}),
+    ("stale_data", {"staleness__mean": 6.0}),
+    ("same_observations", {"environment__same_answers": None}),
+    ("advantage_scale", {"advantages__std": 0.001}),
 ])
 def test_each_fault_is_named_soon_and_since_its_first_step(detector, changed):
     found = {fault.detector: fault for fault in faults_of(steps_of(40, first=21, **changed))}
@@ -253,6 +264,7 @@ def test_detectors_bear_numbers_that_have_no_mean(seed):
              "advantages/of_prompts", "response/end_untrained", "environment/failed", "prompt/repeated",
              "gradient/remembered", "reward/correlation/form", "preference/better", "preference/margin", "reward/kl",
              *(reading.metric.replace("*", "it") for reading in READINGS)]
+    names = [*dict.fromkeys(names)]
     extreme = [math.inf, -math.inf, math.nan, 1e300, -1e300, 0.0, 1.0]
     steps = [{name: draw.choice(extreme) for name in names} | {"step": step} for step in range(1, 40)]
     assert "loss_spike" in {fault.detector for fault in faults_of(steps, RATE)}
@@ -262,11 +274,77 @@ def test_detectors_bear_numbers_that_have_no_mean(seed):
 
 
 def test_a_kl_term_that_outweighs_advantages_is_told_with_its_weight():
-    near = {"policy__kl_reference": 0.002, "reward__mean": 0.4}
-    for weight, told in (("100", ["unusual_setting", "policy_stuck"]), ("0.01", [])):
+    near: dict[str, Any] = {"policy__kl_reference": 0.002, "reward__mean": 0.4}
+    for weight, told in (("100", ["unusual_setting"]), ("0.01", [])):
         faults = faults_of(steps_of(20, **near), {**SETTINGS, "roles.actor.weight_decay": "0",
                                                   "nodes.update.with.kl": weight})
         assert [fault.detector for fault in faults] == told
+
+
+def test_right_answers_that_take_more_tokens_are_no_length_hacking():
+    longer = steps_of(40, first=21, reward__length_correlation=0.8, response__length=60.0)
+    assert [line["reward/answer_correlation"] > 0.9 for line in longer if line["step"] > 32] != []
+    assert "length_hacking" not in {fault.detector for fault in faults_of(
+        [line | {"reward/answer_correlation": 1.0} for line in longer])}
+
+
+@pytest.mark.parametrize(("rates", "schedule", "told"), [
+    ([1e-6] * 8 + [0.0] * 12, "linear", "its schedule ends too early"),
+    ([1e-6 * (200 - step) / 200 for step in range(20)], "linear", ""),
+    ([1e-6] * 20, "constant", ""),
+])
+def test_a_schedule_that_ends_before_the_run_is_told(rates, schedule, told):
+    steps = [line | {"learning_rate": rate} for line, rate in zip(steps_of(20, first=1000), rates)]
+    causes = [fault.evidence.probable for fault in faults_of(steps, QUIET | {"roles.actor.schedule": schedule})
+              if fault.detector == "policy_stuck"]
+    assert [cause.startswith(told) for cause in causes] == [True] * bool(told)
+
+
+def test_held_out_answers_far_below_those_of_training_are_told_at_the_start():
+    steps = [{name: value for name, value in line.items() if "environment" not in name}
+             for line in steps_of(12, first=1000)]
+    steps[0] |= {"validation/heldout": 0.02, "validation_high/heldout": 0.07}
+    fault = main_fault(faults_of(steps))
+    assert fault is not None
+    assert (fault.detector, fault.step) == ("held_out_falls", 5)
+    assert "the held-out answers are wrong" in fault.evidence.probable
+    steps[0] |= {"validation_high/heldout": 0.3}
+    assert faults_of(steps) == []
+
+
+@pytest.mark.parametrize(("changed", "detector", "cause"), [
+    ({"preference/accuracy": 1.0}, "no_signal", "too easy"),
+    ({"preference/accuracy": 0.0, "response/alike": 0.5}, "pairs_contradict", "equal answers"),
+])
+def test_pairs_that_teach_nothing_are_told_from_the_start(changed, detector, cause):
+    steps = [{"step": step, "preference/accuracy": 0.7, "response/alike": 0.0} | changed for step in range(1, 12)]
+    fault = main_fault(faults_of(steps, {"nodes.pairs.function": "labelled_pairs"}))
+    assert fault is not None
+    assert fault.detector == detector
+    assert cause in fault.evidence.cause
+
+
+def test_what_changed_with_a_fault_comes_before_what_its_rule_supposes():
+    steps = steps_of(40, first=21, prompt__length=90.0, response__truncated=0.9)
+    steps = [{"prompt/length": 20.0} | line for line in steps]
+    fault, = faults_of(steps)
+    assert fault.evidence.probable.startswith("`prompt/length` leapt from 20 to 90 at step 21")
+
+
+def test_a_policy_that_leaps_at_a_usual_gradient_has_other_weights():
+    fault = next(fault for fault in faults_of(steps_of(40, first=21, policy__kl_reference=2.0))
+                 if fault.detector == "kl_runs_off")
+    assert "its weights were replaced or damaged" in fault.evidence.probable
+
+
+def test_progress_that_is_lost_is_told_from_a_reference_that_moves():
+    start = {"policy/entropy": 0.1, "response/length": 10.0, "response/alike": 0.7, "policy/kl_reference": 1e-5}
+    later = {"policy/entropy": 0.2, "response/length": 16.0, "response/alike": 0.4, "policy/kl_reference": 0.1}
+    for after, told in ((start, "lost its progress"), (later | {"policy/kl_reference": 1e-5}, "has become the policy")):
+        steps = [line | (start if line["step"] < 4 else later if line["step"] < 15 else after)
+                 for line in steps_of(17, first=1000)]
+        fault = next(fault for fault in faults_of(steps) if fault.detector == "reference_moves")
+        assert told in fault.evidence.probable
 
 
 EQUAL = {"reward/zero_std_groups": 1.0, "reward/mean": 0.2, "response/alike": 0.3, "reward/max": 1.0, "reward/min": 0.0}
@@ -275,23 +353,30 @@ GENERATION = "roles.actor.generation."
 
 @pytest.mark.parametrize(("changed", "settings", "cause", "remedy"), [
     ({}, {}, "does not depend on the completion", "nodes.reward.with.reward"),
-    ({"response/alike": 0.875}, {f"{GENERATION}top_p": "0.05"}, "sampling is narrowed", f"{GENERATION}top_p=1"),
+    ({"response/alike": 0.875}, {f"{GENERATION}top_p": "0.05", "nodes.rollout.function": "generate"},
+     "only the likeliest tokens are sampled", f"{GENERATION}top_p=1"),
     ({"reward/mean": -0.2, "reward/max": 0.0, "reward/min": -1.0}, {}, "the wrong sign", "a weight above 0"),
-    ({"reward/mean": 0.02, "validation/heldout": 0.4, "response/alike": 0.875}, {}, "another form", "data.train"),
+    ({"reward/mean": 0.02, "validation/heldout": 0.4, "response/alike": 0.875, "reward/unanswered": 0.9,
+      "response/has_answer": 0.0}, {}, "another form", "data.train"),
+    ({"reward/mean": 0.02, "validation/heldout": 0.4, "response/alike": 0.875, "response/has_answer": 0.0}, {},
+     "too hard", "data.train"),
+    ({"reward/mean": 0.02, "validation/heldout": 0.4, "response/alike": 0.875}, {}, "does not find right answers",
+     "nodes.reward"),
     ({"reward/mean": 0.95, "response/has_answer": 0.95}, {}, "too easy", "informative_groups"),
-    ({"reward/mean": 0.95, "response/has_answer": 0.1}, {}, "something else than right answers", "nodes.reward"),
+    ({"reward/mean": 0.95, "response/has_answer": 0.1}, {}, "pays wrong answers, too", "nodes.reward"),
 ])
 def test_equal_rewards_are_told_by_their_cause(changed, settings, cause, remedy):
     steps = [line | EQUAL | changed for line in steps_of(12)]
     fault = next(fault for fault in faults_of(steps, {**SETTINGS, **settings}) if fault.detector == "no_signal")
-    assert cause in fault.evidence.cause
+    assert cause in fault.evidence.probable
     assert remedy in fault.evidence.remedy
 
 
 def test_answers_that_a_stop_text_cuts_off_are_told_by_it():
     steps = [line | {"reward/unanswered": 1.0} for line in steps_of(12)]
     fault, = faults_of(steps, {**SETTINGS, "roles.actor.weight_decay": "0", f"{GENERATION}stop": '["####"]'})
-    assert (fault.detector, fault.evidence.remedy) == ("answers_not_found", f"{GENERATION}stop=[]")
+    assert fault.detector == "answers_not_found"
+    assert fault.evidence.remedy.startswith(f"{GENERATION}stop=[]")
 
 
 def test_records_that_come_again_and_again():
@@ -302,7 +387,7 @@ def test_records_that_come_again_and_again():
 
 def test_a_trial_of_a_few_steps_says_little():
     """Random weights: no completion ends, none is right."""
-    wrong = {"response__truncated": 1.0, "reward__zero_std_groups": 1.0, "policy__entropy": 5.0}
+    wrong: dict[str, Any] = {"response__truncated": 1.0, "reward__zero_std_groups": 1.0, "policy__entropy": 5.0}
     assert faults_of(steps_of(7, **wrong)) == []
     assert "truncation" in {fault.detector for fault in faults_of(steps_of(9, **wrong))}
 
@@ -388,8 +473,8 @@ def test_a_fault_of_the_start_names_the_form_that_prompts_have():
         assert "data.question" not in fault.evidence.cause
 
 
-@pytest.mark.parametrize(("most", "line"), [("14", "nodes.rollout.with.max_tokens=28"),
-                                           ("400", "roles.actor.generation.max_new_tokens=48")])
+@pytest.mark.parametrize(("most", "line"), [("14", "nodes.rollout.with.max_tokens=56"),
+                                           ("400", "roles.actor.generation.max_new_tokens=96")])
 def test_conversations_that_are_cut_off_want_the_smaller_limit_raised(most, line):
     settings = QUIET | {"roles.actor.generation.max_new_tokens": "24", "nodes.rollout.with.max_tokens": most}
     fault, = (each for each in faults_of(steps_of(12, response__truncated=0.9), settings)

@@ -76,11 +76,17 @@ def _report_right(columns: dict[str, ColumnData], group: Tensor, rewards: Column
     """Report how many completions give their record's final answer, both marked, and whether these earn more, and are
     preferred."""
     wanted = [marked_answer(text) for text in to_list(columns["answers"])]
-    if None in wanted or not wanted:
+    marked_B = torch.tensor([answer is not None for answer in wanted])
+    if not marked_B.any():
         return
     right_B = torch.tensor([marked_answer(text) == answer for text, answer in zip(to_list(columns["completions"]),
                                                                                   wanted)], dtype=torch.float64)
-    current().mean_of("response/has_answer", right_B)
+    current().mean_of("response/has_answer", right_B[marked_B])
+    if isinstance(rewards, Tensor):
+        lost_B = ~marked_B & (rewards <= rewards.min())
+        current().mean_of("reward/unanswerable", lost_B)
+    if not marked_B.all():
+        return
     if isinstance(rewards, Tensor):
         current().mean("reward/answer_correlation", *_correlation(rewards.double(), right_B, group))
     preference = columns.get("preference")
@@ -154,6 +160,9 @@ def _report_questions(columns: dict[str, ColumnData], group: Tensor) -> None:
         answers = dict(zip(group.tolist(), to_list(columns["answers"])))
         current().mean("prompt/has_answer", sum(_holds(questions[each], answers[each]) for each in questions),
                        len(questions))
+        current().mean("prompt/in_answer", sum(len(questions[each]) >= _TELLING and questions[each] in answers[each]
+                                               for each in questions), len(questions))
+        current().mean("prompt/unmarked", sum(marked_answer(each) is None for each in answers.values()), len(answers))
         if any(answers.values()):
             most = Counter(map(_short, answers.values())).most_common(1)[0][1]
             current().mean("prompt/same_answer", most - 1, len(answers) - 1)  # a rank may have one prompt
