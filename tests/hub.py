@@ -3,7 +3,6 @@ HTTP interface that its own client asks for."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import json
@@ -19,14 +18,12 @@ _FILE = re.compile(r"/(datasets/)?(\w+/[\w-]+)/resolve/([^/]+)/(.+)")
 
 
 class Hub(ThreadingHTTPServer):
-    """models, datasets: folders by repository. asked: paths of files that were sent. commit: the newest one. pushed:
-    files by repository, of uploads with the token `token`; private: repositories that were made so."""
+    """models, datasets: folders by repository. asked: paths of files that were sent. commit: the newest one."""
 
     def __init__(self, models: dict[str, Path], datasets: dict[str, Path]):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folders, self.asked = {"models": models, "datasets": datasets}, list[str]()
         self.commit = COMMIT
-        self.token, self.pushed, self.private = "hf_secret", dict[str, dict[str, bytes]](), set[str]()
 
     @property
     def address(self) -> str:
@@ -62,36 +59,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def do_POST(self) -> None:
-        """Take uploads: all files as parts of the commit itself."""
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.headers["Authorization"] != f"Bearer {self.server.token}":
-            return self._refuse(401)
-        if self.path == "/api/repos/create":
-            made = json.loads(body)
-            name = f"{made['organization']}/{made['name']}"
-            self.server.pushed[name] = {}
-            self.server.private |= {name} if made.get("private") or made.get("visibility") == "private" else set()
-            return self._json({"url": f"{self.server.address}/{name}", "id": name})
-        asked = re.fullmatch(r"/api/models/([\w-]+/[\w-]+)/(preupload|commit)/main.*", self.path)
-        assert asked, self.path
-        name, what = asked.groups()
-        if what == "preupload":
-            return self._json({"files": [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
-                                         for file in json.loads(body)["files"]]})
-        for line in map(json.loads, body.splitlines()):
-            if line["key"] == "file":
-                self.server.pushed[name][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-        return self._json({"success": True, "commitOid": self.server.commit, "hookOutput": "",
-                           "commitUrl": f"{self.server.address}/{name}/commit/{self.server.commit}"})
-
     def _json(self, content: object) -> None:
         self._send(json.dumps(content).encode(), {"Content-Type": "application/json"})
-
-    def _refuse(self, status: int) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
 
     def _file(self) -> None:
         found = _FILE.match(self.path)

@@ -352,8 +352,7 @@ def _from_trl(done: Conversion) -> None:
     if done.get("push_to_hub", False):
         name = done.get("hub_model_id") or "OWNER/NAME"
         private = " --private" * bool(done.get("hub_private_repo", False))
-        done.notes.append(f"to have the model on the hub, after the run:  distflow export RUN FOLDER --push {name}"
-                          f"{private}")
+        done.notes.append(f"to have the model on the hub, after the run:  hf upload{private} {name} RUN/model")
     if done.get("reward_funcs"):
         done.notes.append("your reward functions go into a module under @reward, and the DAG names them  reward: "
                           "[MODULE:NAME, …]  : docs/own_algorithm.md")

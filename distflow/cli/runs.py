@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from distflow.cli import slurm
 from distflow.cli.common import Verb, add_dag_arguments, add_ranks
 from distflow.cli.launcher import torchrun
-from distflow.config.hub import check_push, push
 from distflow.config.shipped import MODELINE, SHIPPED
 from distflow.config.spec import Spec
 from distflow.errors import InvalidInput, quoted
@@ -164,19 +163,12 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("resume", metavar="RUN", help=_RUN_HELP)
     parser.add_argument("folder", nargs="?", metavar="FOLDER",
                         help="folder to make, with the model in its folder model/; default: the run's own folder")
-    parser.add_argument("--push", metavar="OWNER/NAME",
-                        help="upload the model to the Hugging Face hub too; of several, each as OWNER/NAME-ROLE")
-    parser.add_argument("--private", action="store_true", help="in a repository that others do not see, if it is new")
     add_ranks(parser)
     parser.set_defaults(overrides=[])
 
 
 def export(options: argparse.Namespace) -> int:
     ranks = options.ranks or 1
-    if options.push:
-        check_push(options.push)
-    elif options.private:
-        raise InvalidInput("--private says who sees what is uploaded, and nothing is:  --push OWNER/NAME --private")
     options.overrides = ["mode=sync", "groups={}"]  # a rollout has no training state to write
     spec = load_newest(options) if "://" in options.resume else load_spec(options)
     folder, run = Path(options.folder or options.resume), Path(options.resume)
@@ -186,10 +178,6 @@ def export(options: argparse.Namespace) -> int:
     code = torchrun(ranks, ["--resume", options.resume, "--export", str(folder), *_set_arguments(options.overrides)])
     models = [] if code else [folder / name for name in names if (folder / name).is_dir()]
     print("\n".join(f"wrote {path}" for path in models), flush=True)
-    for path in models if options.push else ():
-        name = options.push + path.name.removeprefix("model")
-        address = push(path, name, options.private, f"Model of {Path(options.resume).name}")
-        print(f"uploaded {path} to {address}")
     return code
 
 

@@ -173,35 +173,3 @@ def data_set_line(name: str, folder: Path) -> str:
     return f"If that is a data set of the Hugging Face hub, name a file of it:  data: {{train: " \
            f"{HubName(bare[1], bare[2], 'FILE.parquet')}}}\n" \
            f"Its files:  https://huggingface.co/datasets/{bare[1]}/tree/main"
-
-
-def check_push(repository: str) -> None:
-    """Check that a model can be uploaded there, as far as this machine knows. Raises InvalidInput."""
-    from huggingface_hub import constants, get_token
-
-    found = hub_name(repository, "models")
-    if found is None or found.revision or str(found) != repository:
-        raise InvalidInput(f"--push {repository}: this is no name of a model on the hub. Name the owner and the model: "
-                           " --push OWNER/NAME")
-    if constants.HF_HUB_OFFLINE:
-        raise InvalidInput(f"--push {repository}: HF_HUB_OFFLINE forbids to upload. Take it out of the environment")
-    if get_token() is None:
-        raise InvalidInput(f"--push {repository}: the hub wants to know who uploads:  hf auth login   or export "
-                           "HF_TOKEN, with a token that may write")
-
-
-def push(folder: Path, repository: str, private: bool, message: str) -> str:
-    """Upload a model's folder as a commit of a repository, which is made if there is none; return its address. Raises
-    InvalidInput: the hub refuses, or cannot be reached."""
-    import httpx2
-    from huggingface_hub import HfApi, constants
-
-    hub = HfApi()
-    try:
-        hub.create_repo(repository, private=private or None, exist_ok=True)
-        hub.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
-    except (OSError, RuntimeError, ValueError, httpx2.HTTPError) as error:
-        why = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise InvalidInput(f"{folder} was not uploaded to {constants.ENDPOINT}/{repository}: {why}. The folder is "
-                           f"whole; to try again:  hf upload {repository} {folder}") from None
-    return f"{constants.ENDPOINT}/{repository}"

@@ -244,7 +244,7 @@ def test_rewards_of_theirs_are_named_with_their_module(capsys):
 def test_a_push_of_trl_is_a_command_after_the_run(capsys):
     _, _, left = trl(push_to_hub=True, hub_model_id="me/tuned", hub_private_repo=True)
     assert left == []
-    assert "distflow export RUN FOLDER --push me/tuned --private" in capsys.readouterr().out
+    assert "hf upload --private me/tuned RUN/model" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("setting", "arguments"), [

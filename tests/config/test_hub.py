@@ -100,44 +100,6 @@ def test_names_on_the_hub_are_told_from_paths(name, kind, found):
     assert found is None or hub_name(str(found), kind) == found
 
 
-def test_a_model_is_pushed_with_the_users_token_which_no_output_shows(hub, tmp_path, monkeypatch):
-    assert distflow(hub, tmp_path, run_of(), *RUN).returncode == 0
-    monkeypatch.setenv("HF_TOKEN", hub.token)
-    done = export(hub, tmp_path, "out", "--push", "me/tuned", "--private")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"uploaded out/model to {hub.address}/me/tuned" in done.stdout
-    assert hub.private == {"me/tuned"}
-    assert hub.pushed["me/tuned"] == {path.name: path.read_bytes() for path in (tmp_path / "out/model").iterdir()}
-    assert "model.safetensors" in hub.pushed["me/tuned"]
-    monkeypatch.setenv("HF_TOKEN", "hf_another")
-    code = "import pathlib, distflow.config.hub as hub; hub.push(pathlib.Path('out/model'), 'me/other', False, '')"
-    refused = called(hub, tmp_path, "-c", code)
-    assert f"out/model was not uploaded to {hub.address}/me/other: " in refused.stderr
-    assert "hf upload me/other out/model" in refused.stderr
-    written = [path.read_text(errors="replace") for path in (tmp_path / "runs/one").rglob("*.json*")]
-    for text in (done.stdout, done.stderr, refused.stdout, refused.stderr, *written):
-        assert hub.token not in text
-        assert "hf_another" not in text
-
-
-@pytest.mark.parametrize(("arguments", "offline", "says"), [
-    (("--push", "tuned"), "0", "--push tuned: this is no name of a model on the hub. Name the owner and the model"),
-    (("--push", "me/tuned@main"), "0", "--push me/tuned@main: this is no name"),
-    (("--push", "me/tuned"), "1", "HF_HUB_OFFLINE forbids to upload"),
-    (("--push", "me/tuned"), "0", "the hub wants to know who uploads:  hf auth login"),
-    (("--private",), "0", "nothing is:  --push OWNER/NAME --private")])
-def test_what_cannot_be_pushed_is_said_before_anything_is_written(hub, tmp_path, monkeypatch, arguments, offline, says):
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    done = export(hub, tmp_path, "out", *arguments, offline=offline)
-    assert done.returncode != 0
-    assert says in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def export(hub: Hub, folder: Path, into: str, *arguments: str, offline: str = "0") -> subprocess.CompletedProcess:
-    return called(hub, folder, "-m", "distflow.cli", "export", "runs/one", into, *arguments, offline=offline)
-
-
 def called(hub: Hub, folder: Path, *arguments: str, offline: str = "0") -> subprocess.CompletedProcess:
     environment = os.environ | {"HF_ENDPOINT": hub.address, "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": offline,
                                 "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
