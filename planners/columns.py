@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distflow.config.spec import Spec
-from distflow.contracts.forms import ENGINE_TYPES, Contract, Read
+from distflow.contracts.forms import ENGINE_TYPES, OTHER_NAMES, Contract, Read
 from distflow.errors import Diagnostic, Location, did_you_mean, nearest
 from distflow.plan import CUT_THOUGHTS, FINISHED, ROUTED_EXPERTS, ROW, SOURCE, Column
 from planners.settings import repeats_of, setting_value
@@ -223,7 +223,9 @@ class _Tracer:
             field = next((key for key in ("answer", "question")
                           if read.reader and getattr(self.spec.run.data, key) == column), "")
             meant = f"{field}s" if field else nearest(column, known)
+            other = OTHER_NAMES.get(column, "") if read.reader else ""
             hint = f"`data.{field}` is `{column}`, which a parameter `{field}` reads: rename it." if field else \
+                f"What TRL and verl call so is `{other}` here." if other else \
                 did_you_mean(column, read.called(known), "Columns")
             hint += f"\nTo read another one:  {node}: {{…, reads: {{{read.name}: {meant or 'COLUMN'}}}}}"
             if plain_form(read.form) == "list[str]" or read.reader:

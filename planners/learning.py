@@ -15,6 +15,8 @@ from planners.settings import setting_value
 
 _FAST = 0.02
 """Learning rate that is probably a slip, also for a tiny model."""
+_TRIAL = 10
+"""Steps of a run that only tries whether it starts."""
 _COMPARE = ("group_advantage", "leave_one_out_advantage", "informative_groups", "best_and_worst")
 """Functions that compare the answers to a prompt: of answers that earn the same they make nothing to learn from."""
 
@@ -76,6 +78,10 @@ def learning_notes(spec: Spec, bound: dict[str, Contract], flows: dict[str, Node
         if _FAST <= settings.learning_rate < 1 and role in spec.dag.roles and spec.dag.roles[role].trained:
             yield (f"role `{role}` has a learning rate of {settings.learning_rate:g}, at which AdamW seldom learns: "
                    "usual are 1e-6 for RL, 1e-5 for SFT, ten times as much for LoRA")
+        if settings.warmup_steps >= spec.run.steps > _TRIAL and role in spec.dag.roles and \
+                spec.dag.roles[role].trained:
+            yield (f"role `{role}` warms up for {settings.warmup_steps} steps, and the run has {spec.run.steps}: its "
+                   f"learning rate never reaches {settings.learning_rate:g}")
     for node, contract in bound.items():
         role = spec.dag.roles.get(spec.dag.nodes[node].role)
         if contract.samples and role and role.trained and contract.marks.repeats and (key := _greedy(spec, node)):

@@ -27,6 +27,8 @@ _RESERVED = ("mean", "std", "min", "max", "zero_std_groups", "seconds", "failed"
 """Names that metrics `reward/NAME` use for figures of all rewards together."""
 PER_SAMPLE = {name: f"{name}s" for name in ("completion", "answer", "question", "response")}
 """Parameter of one sample → the column of which it is a row."""
+OTHER_NAMES = {"prompt": "question", "prompts": "questions", "solution_str": "completion", "ground_truth": "answer"}
+"""Names that TRL and verl have for parameters of rewards, and those of here."""
 _KINDS = {"completions": "list[str]", "answers": "list[str]", "questions": "list[str]", "responses": "Ragged"}
 _SAMPLE_FORMS = {"str": "list[str]", "int": "Tensor", "float": "Tensor", "bool": "Tensor", "list[int]": "Ragged",
                   "list[float]": "Ragged"}
@@ -131,6 +133,10 @@ class RewardContract(Signature):
                     "rewards")
             raise InvalidInput(Diagnostic(what, signature.where, "Give it another name."))
         forms, who = _BATCH_FORMS if batched else _SAMPLE_FORMS, f"reward `{signature.name}`"
+        if any(read.name == "prompts" and not read.form for read in signature.reads):
+            raise InvalidInput(Diagnostic(f"{who} takes `prompts`, which are tokens", signature.where,
+                                          "Write  questions  for their texts, or  prompts: list[list[int]]  for the "
+                                          "tokens."))
         for read in signature.reads:
             _check_sample_form(signature, read.name, read.form)
             kind = _KINDS.get(PER_SAMPLE.get(read.name, read.name))

@@ -154,21 +154,32 @@ def _check_rest(spec: Spec, name: str, records: Records, empty: list[int], inste
             f"{records.location(empty[0])}: {instead}"]
 
 
+_PICTURE = re.compile(r"<image>|<video>|<\|(?:image_pad|video_pad|image|vision_start)\|>|<(?:start|end)_of_image>")
+"""What templates and data sets write in the place of an image."""
+
+
 def _odd_texts(spec: Spec, name: str, records: Records) -> Iterator[str]:
     """Yield notes on records that are read otherwise than they are written, of the first ones. Raises InvalidInput: the
     answer that is imitated would continue that of the messages."""
     data, read, broken, continued = spec.run.data, min(len(records), _COMPARED), list[int](), list[int]()
+    pictured = list[int]()
     imitates, rejected = data.answer in imitated_fields(spec), list[int]()
     for index, record in itertools.islice(read_blocks(records), read):
         broken += [index] * has_broken_text(record)
-        rejected += [index] * (imitates and "completion" in record and record.get("label") is False)
+        label = str(record.get("label")).lower() if imitates and "completion" in record else ""
+        rejected += [index] * (label in ("false", "0"))
         if data.question in record:
             asked, answer = asked_and_answered(record, data)
+            pictured += [index] * (data.images is None and _PICTURE.search(str(asked)) is not None)
             continued += [index] * (ends_with_answer(asked) and not (imitates and has_more_turns(answer, asked)))
     if rejected:
         yield f"{len(rejected)} of {read} records of {name} have `label: false`, such as " \
               f"{records.location(rejected[0])}, and are imitated as the others are. Leave them out " \
               "of the file."
+    if pictured:
+        yield f"{len(pictured)} of {read} questions of {name} have places of images, such as " \
+              f"{records.location(pictured[0])}, and are read as text. Say which field has the images:  " \
+              "--set data.images=FIELD"
     if broken:
         yield f"{len(broken)} of {read} records of {name} have half of a surrogate pair in a text, such as " \
               f"{records.location(broken[0])}: it becomes U+FFFD, and `data/texts_mended` counts such records"

@@ -29,6 +29,9 @@ _ABSENT = object()
 _SPEAKER, _SAID = ("from", "speaker"), ("value", "content", "text")
 _TURNS = (("role", "content"), ("role", "tool_calls"), *itertools.product(_SPEAKER, _SAID))
 """Pairs of keys by one of which a mapping is a message."""
+_TEXTS = frozenset(["input_text", "output_text"])
+_PARTS = _TEXTS | {"thinking", "redacted_thinking", "tool_use", "tool_result"}
+"""Types of parts of messages that OpenAI's Responses and Anthropic have, and templates do not know."""
 _EXCHANGES = (("human", "assistant"), ("user", "assistant"), ("input", "output"), ("query", "response"))
 """Pairs of keys by one of which a mapping is a question with its answer, as ms-swift, Firefly and XTuner have them."""
 _CALL = "tool_call"
@@ -171,21 +174,24 @@ def as_messages(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") and ('"role"' in value or '"from"' in value):
         parsed = _parsed(value)
         turns = parsed if isinstance(parsed, list) else [parsed]
-        if turns and all(any(isinstance(turn, dict) and {*pair} <= turn.keys() for pair in _TURNS) for turn in turns):
+        if turns and all(any(isinstance(turn, dict) and {*pair} <= turn.keys() for pair in _TURNS) for turn in turns) \
+                and any(_role(turn.get("role", turn.get("from", turn.get("speaker")))) in _ROLES.values()
+                        for turn in turns):
             value = parsed
     if isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value:
         value = [value]
-    keys = [*filter(None, map(_keys_of, value))] if isinstance(value, list) else []
+    if not isinstance(value, list):
+        return value
+    keys = [*filter(None, map(_keys_of, value))]
     if keys and len(keys) == len(value):
         return _with_calls([{"role": _role(turn[speaker]), "content": _content(_role(turn[speaker]), turn[said]),
                              **{key: each for key, each in turn.items() if key in LEARNED}}
                             for turn, (speaker, said) in zip(value, keys)], value)
-    if isinstance(value, list) and any(map(_own_role, value)):
-        value = [_modern(turn) if _own_role(turn) else turn for turn in value]
-    if isinstance(value, list) and any(_role(turn) != turn or turn == _CALL for turn in map(_own_role, value)):
-        return _with_calls([{**turn, "role": _role(turn["role"])} if _own_role(turn) else turn for turn in value],
-                           value)
-    return value
+    turns = [message for turn in value for message in (_modern(turn) if _own_role(turn) else [turn])]
+    if any(_role(turn) != turn or turn == _CALL for turn in map(_own_role, turns)):
+        return _with_calls([{**turn, "role": _role(turn["role"])} if _own_role(turn) else turn for turn in turns],
+                           turns)
+    return turns
 
 
 def _with_calls(messages: list[Any], written: list[Any]) -> list[Any]:
@@ -234,12 +240,27 @@ def _role(name: Any) -> Any:
     return _ROLES.get(name.strip().lower(), name) if isinstance(name, str) else name
 
 
-def _modern(turn: Record) -> Record:
-    """Return a message with the call of its older `function_call`, and with the result of a tool as text."""
+def _modern(turn: Record) -> list[Record]:
+    """Return a message as templates take it, behind those of the tools whose results are parts of it: with the call of
+    OpenAI's older `function_call`, and the thoughts and calls that Anthropic has as parts."""
     called, content = turn.get("function_call"), _content(_role(turn["role"]), turn.get("content"))
     if isinstance(called, dict) and called.get("name") and not turn.get("tool_calls"):
         turn = {**turn, "function_call": None, "tool_calls": [{"type": "function", "function": called}]}
-    return turn if content is turn.get("content") else {**turn, "content": content}
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    if not {part.get("type") for part in parts} & _PARTS:
+        return [turn if content is turn.get("content") else {**turn, "content": content}]
+    kinds = {kind: [part for part in parts if part.get("type") == kind] for kind in _PARTS}
+    results = [{"role": "tool", "tool_call_id": part.get("tool_use_id"),
+                "content": _content("tool", part.get("content"))} for part in kinds["tool_result"]]
+    calls = [{"type": "function", "id": part.get("id"), "function": {"name": part.get("name"),
+                                                                     "arguments": part.get("input") or {}}}
+             for part in kinds["tool_use"]]
+    rest = [{"type": "text", "text": part.get("text")} if part.get("type") in _TEXTS else part for part in parts
+            if part.get("type") in _TEXTS or part.get("type") not in _PARTS]
+    thoughts = "\n".join(str(part.get("thinking") or "") for part in kinds["thinking"])
+    message = {**turn, "content": rest or "", **({"reasoning_content": thoughts} if thoughts else {}),
+               **({"tool_calls": calls} if calls else {})}
+    return [*results, message] if rest or not results else results
 
 
 def _content(role: Any, content: Any) -> Any:

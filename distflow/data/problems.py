@@ -282,7 +282,7 @@ def _message(message: Message, data: Data) -> Message:
     it, and `weight: 0` if it is not learned. Where no field has images, its parts are one text, since such templates
     trim or print what they take for one."""
     found = {name: _without_nulls(value) for name, value in message.items()
-             if name == "content" or not (is_empty(value) if name in _THOUGHTS else value is None)}
+             if name == "content" or not (is_empty(value) if name in (*_THOUGHTS, "tool_calls") else value is None)}
     thoughts = [found[name] for name in _THOUGHTS if isinstance(found.get(name), str)]
     if thoughts and "</think>" not in content_text(found.get("content")):
         both = found.get("tool_calls") and found.get("content")  # beside which gpt-oss refuses `thinking`

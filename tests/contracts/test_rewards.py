@@ -218,6 +218,19 @@ def test_a_misspelt_parameter_of_a_reward_is_told_the_name_of_its_kind(planned, 
             planned(**settings, imports="")
 
 
+@pytest.mark.parametrize(("parameters", "says"), [
+    ("data_source, solution_str, ground_truth", "What TRL and verl call so is `completion` here."),
+    ("solution_str, ground_truth, extra_info=None", "What TRL and verl call so is `answer` here."),
+    ("completion, prompt", "What TRL and verl call so is `question` here."),
+    ("completions, prompts, **kwargs", "takes `prompts`, which are tokens.(.|\n)*questions  for their texts")])
+def test_parameters_of_other_frameworks_are_told_their_names_here(planned, tmp_path, monkeypatch, parameters, says):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name, source = f"ported_{len(parameters)}", f"@reward\ndef near({parameters}): return 1.0\n"
+    (tmp_path / f"{name}.py").write_text(f"from distflow import reward\n\n{source}")
+    with pytest.raises(InvalidInput, match=says):
+        planned(f"'{name}:near'", imports="")
+
+
 def test_validation_takes_the_same_forms_and_has_no_nodes(planned):
     assert planned("math", "tests", "{math: 1.0, passes: {weight: 0.5, most: 1}, length: {cap: 9}}")
     assert planned("math", validation="ended", imports="rewards_of_endings")

@@ -127,11 +127,22 @@ def test_an_answer_of_several_turns_is_learned_as_it_is_written(tmp_path, form):
 
 
 def test_rejected_answers_are_noted_where_answers_are_imitated(tmp_path):
-    rows = [{"prompt": f"{number} + 1?", "completion": "2", "label": number == 1} for number in range(3)]
+    rows = [{"prompt": f"{number} + 1?", "completion": "2", "label": label}
+            for number, label in enumerate((True, False, None, "true", "False", "false", 0, 1, "0"))]  # ms-swift#1513
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = [f"data.train={tmp_path / 'data.jsonl'}", "data.batch=1"]
     noted = [note for note in check_data(load("sft", None, settings)) if "label: false" in note]
-    assert [note[:14] for note in noted] == ["2 of 3 records"]
+    assert [note[:14] for note in noted] == ["5 of 9 records"]
+
+
+@pytest.mark.parametrize(("text", "noted"), [
+    ("<image>\nWhat is it?", True), ("<|vision_start|><|image_pad|><|vision_end|>What?", True), ("<video>What?", True),
+    ("<start_of_image>What?", True), ("Which tag shows an image, <img>?", False), ("What is an image?", False)])
+def test_places_of_images_without_a_field_of_images_are_noted(tmp_path, text, noted):
+    """The model would learn the tag as text."""
+    (tmp_path / "data.jsonl").write_text(json.dumps({"question": text, "answer": "2", "images": ["a.png"]}))
+    notes = check_data(load("sft", None, [f"data.train={tmp_path / 'data.jsonl'}", "data.batch=1"]))
+    assert any("1 of 1 questions of" in note and "--set data.images=FIELD" in note for note in notes) == noted
 
 
 @pytest.mark.parametrize(("record", "settings", "says"), [

@@ -116,6 +116,25 @@ READ = {  # form → record, settings, question as messages, answer, columns
                                  {"role": "tool", "content": {"sum": 2}}, TURNS[1]])}, {},
         [*ASKED, {"role": "assistant", "content": "", "tool_calls": [{"function": {
             "name": "add", "arguments": {"a": 1}}}]}, {"role": "tool", "content": '{"sum": 2}'}], "2", {}),
+    "Anthropic's parts": (  # llama.cpp#20090: thoughts were lost; a refusal asked for a field with images
+        {"messages": json.dumps([
+            {"role": "user", "content": [{"type": "text", "text": "1 + 1?"}]},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "I add.", "signature": "x"},
+                                              {"type": "redacted_thinking", "data": "x"}, {"type": "tool_use",
+                                               "id": "1", "name": "add", "input": {"a": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "2"},
+                                         {"type": "text", "text": "Now?"}]}, TURNS[1]])}, {},
+        [*ASKED, {"reasoning_content": "I add.", "reasoning": "I add.", "thinking": "I add.", "role": "assistant",
+                  "content": "", "tool_calls": [{"type": "function", "id": "1", "function": {
+                      "name": "add", "arguments": {"a": 1}}}]},
+         {"role": "tool", "tool_call_id": "1", "content": "2"}, {"role": "user", "content": "Now?"}], "2", {}),
+    "parts of OpenAI's Responses": (
+        {"messages": [{"role": "user", "content": [{"type": "input_text", "text": "1 + 1?"}]},
+                      {"role": "assistant", "content": [{"type": "output_text", "text": "2"}]}]}, {}, ASKED, "2", {}),
+    "no calls in a list": ({"messages": json.dumps([{**turn, "tool_calls": []} for turn in TURNS])}, {}, ASKED, "2",
+                           {}),  # vllm#13978: Llama's template refuses it
+    "a question that is JSON": ({"question": '[{"role": "king", "content": "crown"}]', "answer": "2"}, {},
+                                [{"role": "user", "content": '[{"role": "king", "content": "crown"}]'}], "2", {}),
     "ShareGPT with weights": (
         {"conversations": [{**SHAREGPT[0], "weight": 0}, SHAREGPT[1]]}, {}, [{**ASKED[0], "weight": 0}], "2", {}),
     "messages as JSON text": ({"prompt": json.dumps(ASKED), "answer": "2"}, {}, ASKED, "2", {}),

@@ -64,6 +64,7 @@ def test_a_filter_and_an_advantage_are_both_named():
      "Set  max_length: 24"),
     ("dapo", ["nodes.rollout.with.max_new_tokens=9"], "gives at most 9"),
     ("grpo", ["roles.actor.learning_rate=0.1"], "role `actor` has a learning rate of 0.1, at which AdamW seldom"),
+    ("grpo", ["steps=20", "roles.actor.warmup_steps=20"], "warms up for 20 steps, and the run has 20: its"),
     ("grpo", ["validation.reward=format"], "validation pays `format`, and training (node `reward`) `math`"),
     ("grpo", ["nodes.update.reads={reference_logprobs: rollout_logprobs}"],
      "node `reference` writes `reference_logprobs`, which no node reads"),
@@ -71,6 +72,12 @@ def test_a_filter_and_an_advantage_are_both_named():
 def test_what_probably_does_not_learn_is_noted(dag, changes, says):
     notes = plan(load(f"{dag}.yaml", None, changes), 2).notes
     assert sum(says in note for note in notes) == 1, notes
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(20, 19), (10, 100)])
+def test_a_warm_up_that_ends_and_one_of_a_trial_are_not_noted(steps, warmup):
+    notes = plan(load("grpo.yaml", None, [f"steps={steps}", f"roles.actor.warmup_steps={warmup}"]), 2).notes
+    assert not any("warms up" in note for note in notes)
 
 
 def test_log_probabilities_that_nothing_is_trained_by_are_not_noted():
