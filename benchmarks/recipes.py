@@ -32,6 +32,7 @@ OTHER_ORDER = 1000
 """Added to the seed of the SFT that continues, so that it does not begin with the problems that it has seen."""
 GRPO_SETTINGS = {"chain_sum": (), "spell_backward": ("nodes.reward.with.reward=exact_answer:letters",),
                  "reverse_words": ("nodes.reward.with.reward=examples.recipes.spell_backward.exact_answer:exact",),
+                 "needle": ("nodes.reward.with.reward=examples.recipes.spell_backward.exact_answer:exact",),
                  "calculator": ()}
 """Recipe → what its GRPO has beside its run file."""
 BASE, MODEL = "base", RUNS / "SmolLM2-135M-Instruct"

@@ -85,7 +85,7 @@ def tasks(tmp_path_factory):
 
 @pytest.mark.run
 def test_a_recipes_data_is_the_same_each_time_and_holds_out_what_it_says(tasks, tmp_path):
-    for recipe in ("chain_sum", "spell_backward", "reverse_words", "calculator", "openenv"):
+    for recipe in ("chain_sum", "spell_backward", "reverse_words", "needle", "calculator", "openenv"):
         made = []
         for folder in (tmp_path / f"{recipe}-1", tmp_path / f"{recipe}-2"):
             subprocess.run([str(tasks), str(RECIPES / recipe / "make_data.py"), str(folder)], check=True)
