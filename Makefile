@@ -51,14 +51,14 @@ demo: install
 start-model: install
 	$(BIN)/python dags/models/make_arithmetic_sft.py --seed $(SEED)
 
-# Three files at a time, for two cores, as tests also wait; the tests of a file share what they have prepared.
-PYTEST = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# More files at a time than two cores, as tests also wait; the tests of a file share what they have prepared.
+PYTEST = $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 # What a busy machine breaks passes alone. What fails alone too ends this at once.
 FAILED_AGAIN_ALONE = -m pytest --last-failed --last-failed-no-failures none --maxfail 1 -v
 
 test: dev
 	$(BIN)/ruff check .
-	$(PYTEST) -m "not run or smoke"
+	$(PYTEST) -n 4 -m "not run or smoke"
 
 # A real etcd for the tests that need one; they are skipped where it cannot be installed.
 etcd:
@@ -66,7 +66,7 @@ etcd:
 
 test-all: dev types schemas etcd
 	$(BIN)/ruff check .
-	$(PYTEST) || { test $$? = 1 && $(BIN)/python $(FAILED_AGAIN_ALONE); }
+	$(PYTEST) -n 3 || { test $$? = 1 && $(BIN)/python $(FAILED_AGAIN_ALONE); }
 
 # basedpyright is pyright with all that it needs in its wheel.
 types: $(VENV)/checks

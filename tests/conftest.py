@@ -24,6 +24,7 @@ from harness import command, environment, write_workspace
 from hypothesis import settings
 from ranks import forget_users
 from ready import Ready, ReadyRun
+from warm import fork_or_execute
 
 from distflow.config import sizes
 
@@ -97,6 +98,12 @@ def _search_path() -> Iterator[None]:
     before, modules = sys.path[:], {*sys.modules}
     yield
     forget_users(before, modules)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have Python commands forked from this process, which has loaded what they need."""
+    monkeypatch.setattr(subprocess, "_fork_exec", fork_or_execute)
 
 
 @pytest.fixture

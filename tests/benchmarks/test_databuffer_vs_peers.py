@@ -34,7 +34,7 @@ serve(Fake())
 
 
 @pytest.fixture
-def fake(tmp_path):
+def fake(tmp_path, forked):
     """A contender that makes a mistake."""
     made = []
 

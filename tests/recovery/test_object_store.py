@@ -11,14 +11,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
 from harness import metrics_of
-from warm import fork_or_execute
 
 from distflow.cli import main
 from distflow.config.shipped import SHIPPED
@@ -38,15 +36,10 @@ from distflow.recovery.object_store import Uploads, _Copies, _outcome, _transfer
 from distflow.telemetry import events
 from distflow.telemetry.files import locked
 
+pytestmark = pytest.mark.usefixtures("forked")  # S3's packages take seconds to load
 _MANY = 400
 """Shards of which a transfer prints more than a pipe holds (64 KiB)."""
 FIRST, SECOND = TrainerGeneration(1, 0, 0, "a"), TrainerGeneration(2, 0, 0, "b")
-
-
-@pytest.fixture(autouse=True)
-def _forked(monkeypatch):
-    """Transfers are forked from this process, which has loaded what they need for S3."""
-    monkeypatch.setattr(subprocess, "_fork_exec", fork_or_execute)
 
 
 @pytest.fixture(scope="module")
