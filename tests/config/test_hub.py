@@ -14,6 +14,7 @@ from hub import COMMIT, Hub, serving
 
 from distflow.config.hub import HubName, hub_name
 
+pytestmark = pytest.mark.usefixtures("forked")
 TEXTS = ["2 + 3 = 5 #### 5", "What is 4 - 1?"]
 
 
