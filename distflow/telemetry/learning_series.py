@@ -1,7 +1,7 @@
 """Metrics of a run's steps as rules read them, and the table of rules.
 
     Series      the metrics of the steps so far
-    RULES       rules by detector; `learning_table`, `learning_policy` and `learning_rewards` fill it
+    RULES       rules by detector; `learning_table`, `learning_causes` and `learning_curves` fill it
     @detector   adds a rule: a function of a `Series` that returns `Evidence`, or None
 """
 

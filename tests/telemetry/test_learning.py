@@ -283,7 +283,8 @@ def test_a_kl_term_that_outweighs_advantages_is_told_with_its_weight():
 
 def test_right_answers_that_take_more_tokens_are_no_length_hacking():
     longer = steps_of(40, first=21, reward__length_correlation=0.8, response__length=60.0)
-    assert [line["reward/answer_correlation"] > 0.9 for line in longer if line["step"] > 32] != []
+    assert "length_hacking" in {fault.detector for fault in faults_of(
+        [line | {"reward/answer_correlation": 0.5} for line in longer])}
     assert "length_hacking" not in {fault.detector for fault in faults_of(
         [line | {"reward/answer_correlation": 1.0} for line in longer])}
 

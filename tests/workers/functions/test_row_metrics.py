@@ -60,6 +60,20 @@ def test_answers_that_are_right_are_compared_with_rewards_and_preferences():
     assert "response/has_answer" not in reported(**unmarked, rewards=REWARDS)
 
 
+def test_records_without_a_marked_answer_are_counted_where_others_have_one_and_they_earn_least():
+    columns = {"group": GROUP, "answers": encode_text(["#### 2"] * 3 + ["1 + 1 = 2"] * 3),
+               "completions": encode_text(["#### 2", "#### 3", "2", "#### 5", "#### 2", "#### 6"])}
+    found = reported(**columns, rewards=torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0]))
+    assert (found["reward/unanswerable"], found["response/has_answer"]) == (0.5, pytest.approx(1 / 3))
+    assert reported(**columns, rewards=torch.tensor([0.0, 0, 0, 1, 1, 1]))["reward/unanswerable"] == 0
+
+
+def test_answers_that_hold_their_question_or_have_no_mark():
+    found = reported(group=GROUP, questions=encode_text(["What is 1 + 1?"] * 3 + ["What is 2 + 2?"] * 3),
+                     answers=encode_text(["What is 1 + 1? #### 2"] * 3 + ["4"] * 3))
+    assert (found["prompt/in_answer"], found["prompt/unmarked"]) == (0.5, 0.5)
+
+
 def test_parts_of_a_reward_are_compared_with_the_whole():
     parts = [json.dumps({"math": float(reward % 2), "length": -reward, "format": 1.0}) for reward in range(6)]
     found = reported(group=GROUP, rewards=-torch.arange(6.0), reward_parts=encode_text(parts))
