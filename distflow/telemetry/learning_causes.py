@@ -214,12 +214,12 @@ Seen = tuple[object, ...] | bool | None
 
 class Cause(NamedTuple):
     """Cause of faults. when: reads what confirms it at a fault's first step, and returns values for its texts.
-    explains: detectors; those of all symptoms, without one."""
+    explains: names of detectors; without one, those of all symptoms."""
 
     when: Callable[[Series, int], Seen]
     text: str
     change: str
-    explains: frozenset[str] = frozenset()
+    explains: str = ""
 
 
 def _leap(series: Series, since: int) -> Seen:
@@ -261,7 +261,7 @@ def _replaced(series: Series, since: int) -> Seen:
 
 
 def _right(series: Series, count: int = 8) -> float:
-    return middle(series.last("response/has_answer", count))
+    return series.recent("response/has_answer", count)
 
 
 def _most(series: Series) -> float:
@@ -270,7 +270,7 @@ def _most(series: Series) -> float:
 
 def _pays_others(series: Series, _since: int) -> Seen:
     """Return how many completions earn, and how many are right, if far fewer."""
-    paid, right = middle(series.last(series.reward, 8)) / max(_most(series), 1e-9), _right(series)
+    paid, right = series.recent(series.reward) / max(_most(series), 1e-9), _right(series)
     return (paid, right) if paid > max(right / 0.6, right + 0.1) else None
 
 
@@ -283,7 +283,7 @@ def _penalised(series: Series, _since: int) -> Seen:
 def _abstains(series: Series, _since: int) -> Seen:
     """Return what a wrong answer costs, if ever more samples earn alike."""
     least = min((value for _, value in series.known("reward/min")), default=0.0)
-    alike = middle(series.last("reward/std", 8)) < 0.8 * middle(series.first("reward/std", 8))
+    alike = series.recent("reward/std") < 0.8 * series.start("reward/std", 8)
     return least < 0 and alike and (-least,)
 
 
@@ -294,8 +294,8 @@ def _held_out(series: Series, at: int) -> float:
 
 def _far_below_held_out(series: Series, _since: int) -> Seen:
     """Return what training and held-out prompts earn, if the first far less from the start."""
-    earned, held_out = middle(series.last(series.reward, 8)), _held_out(series, -1)
-    form = middle(series.last("reward/unanswered", 8))
+    earned, held_out = series.recent(series.reward), _held_out(series, -1)
+    form = series.recent("reward/unanswered")
     words = "are too hard for this model, or their reference answers are wrong" if form < 0.3 else \
         "have another form (template, instructions) or other reference answers than held-out ones"
     return 0 <= earned < 0.25 * held_out and (earned, held_out, words)
@@ -331,7 +331,7 @@ def _returned(series: Series, _since: int) -> Seen:
 
 
 def _misaligned(series: Series, _since: int) -> Seen:
-    start, now = middle(series.first("value/loss", 3)), middle(series.last("value/loss", 8))
+    start, now = series.start("value/loss", 3), series.recent("value/loss")
     return now < 0.8 * start and (start, now)
 
 
@@ -360,8 +360,8 @@ def _independent(series: Series, _since: int) -> Seen:
 
 _EARLY = 8  # first step of faults that the start of a run explains
 _PAID = "try the reward on a few completions of samples.jsonl, and change  nodes.reward.with.reward"
-_HELD, _SIGNAL, _STUCK = frozenset({"held_out_falls"}), frozenset({"no_signal"}), frozenset({"policy_stuck"})
-_FORMED = frozenset({"answers_not_found", "no_signal", "truncation", "repetition", "entropy_explosion"})
+_HELD, _SIGNAL, _STUCK = "held_out_falls", "no_signal", "policy_stuck"
+_FORMED = "answers_not_found no_signal truncation repetition entropy_explosion"
 CAUSES = (
     Cause(_leap, "`{0}` leapt from {1:.3g} to {2:.3g} at step {3}, which no policy does: {4}",
           "what changed at step {3}: settings, data, a resume"),
@@ -370,19 +370,19 @@ CAUSES = (
           "what wrote weights at step {2}"),
     Cause(lambda series, since: since > _EARLY and bool(series.known("environment/turns")) and not series.policy_leapt,
           "the environment is another one since then: its tools fail or answer wrongly, or it pays otherwise",
-          "look at the observations in trajectories/", frozenset({"reward_changed", "reward_fell", "no_signal"})),
+          "look at the observations in trajectories/", "reward_changed reward_fell no_signal"),
     Cause(_penalised, "nothing has ever earned more than 0: a weight has the wrong sign, or all parts are penalties",
-          "nodes.reward.with.reward: a weight above 0 for what is right", _SIGNAL | _HELD),
+          "nodes.reward.with.reward: a weight above 0 for what is right", "no_signal held_out_falls"),
     Cause(lambda series, _since: bool(series.deciding_part) and (series.deciding_part,),
           "right answers hardly count in the training reward{0}", "a smaller weight of that part", _HELD),
     Cause(_pays_others, "the reward pays wrong answers, too: {0:.0%} of the completions earn, and {1:.0%} are right",
-          _PAID, _SIGNAL | _HELD | {"reward_against_answers"}),
+          _PAID, "no_signal held_out_falls reward_against_answers"),
     Cause(_abstains, "a wrong answer costs {0:g} and none costs nothing: on problems that it may get wrong, no answer "
           "earns more, and the policy stops answering", "pay wrong and missing answers alike", _HELD),
     Cause(_read_all("prompt/same_answer", 0.5), "{0:.0%} of a step's prompts have the same answer, which the policy "
           "gives to everything", "data with other answers", _HELD),
-    Cause(lambda series, _since: middle(series.last("reward/answer_correlation", 8)) < 0.8 and
-          (middle(series.last("reward/answer_correlation", 8)),), "the training reward pays for the wrong thing, at "
+    Cause(lambda series, _since: series.recent("reward/answer_correlation") < 0.8 and
+          (series.recent("reward/answer_correlation"),), "the training reward pays for the wrong thing, at "
           "least in part: its correlation with right answers is {0:.2f}", _PAID, _HELD),
     Cause(_again, "the model learns its few records by heart: each has been trained {0:.0f} times",
           "more records in  data.train , fewer steps, a lower rate", _HELD),
@@ -396,12 +396,12 @@ CAUSES = (
           "answer with what the model writes", _HELD),
     Cause(_narrow, "the training data is narrow: all prompts have {0:.0f} to {1:.0f} tokens, as one kind of question, "
           "and the policy specialises on it", "training data as diverse as what it is held out for", _HELD),
-    Cause(lambda series, _since: middle(series.last(series.reward, 8)) > 0.9 * _most(series) > 0 and
-          middle(series.last(series.reward, 8)) > 0.9, "the problems are too easy",
+    Cause(lambda series, _since: series.recent(series.reward) > 0.9 * _most(series) > 0 and
+          series.recent(series.reward) > 0.9, "the problems are too easy",
           "data of another difficulty, or a node `informative_groups` as dapo.yaml has it", _SIGNAL),
     Cause(_independent, "the reward does not depend on the completion: it reads the prompt or the record in its place, "
           "or one verdict is kept for all samples of a prompt", _PAID, _SIGNAL),
-    Cause(lambda series, _since: _right(series) > max(0.1, 2 * middle(series.last(series.reward, 8))) and
+    Cause(lambda series, _since: _right(series) > max(0.1, 2 * series.recent(series.reward)) and
           (_right(series),), "the reward does not find right answers: {0:.0%} of the completions give the record's",
           _PAID, _SIGNAL),
     Cause(_never_pays, "the reward does not find right answers: nothing has ever earned, and held-out answers earn "
@@ -412,28 +412,28 @@ CAUSES = (
     Cause(lambda series, _since: series.steps[-1] < (last := series.setting_of_role("warmup_steps", 0.0)) and (last,),
           "the learning rate is in a warm-up of {0:.0f} steps", "roles.actor.warmup_steps=20", _STUCK),
     Cause(_returned, "the policy has lost its progress: its weights are those of the start again, as by a resume from "
-          "the wrong checkpoint", "distflow resume  takes the newest checkpoint", frozenset({"reference_moves"})),
+          "the wrong checkpoint", "distflow resume  takes the newest checkpoint", "reference_moves"),
     Cause(_misaligned, "values are misaligned: they belong to other tokens or rows, since the critic's own loss fell "
           "from {0:.2g} to {1:.2g}", "what changes `values` between the critic and the advantages",
-          frozenset({"value_head"})),
+          "value_head"),
     Cause(lambda series, _since: bool(series.bonus) and (series.bonus,), "the entropy bonus ({0}) outweighs the reward",
-          "entropy=0  at the node that trains", frozenset({"entropy_explosion"})),
+          "entropy=0  at the node that trains", "entropy_explosion"),
     Cause(lambda series, _since: (stops := series.setting("roles.*.generation.stop"))[1] not in ("", "[]") and stops,
-          "completions end before their answer, at a text of `stop` ({1})", "{0}=[]", frozenset({"answers_not_found"})),
+          "completions end before their answer, at a text of `stop` ({1})", "{0}=[]", "answers_not_found"),
     Cause(lambda series, _since: series.number((most := series.setting("nodes.*.with.max_tokens"))[0], math.inf) <
           series.setting_of_role("generation.max_new_tokens", math.inf) and (*most, 4 * number(most[1], 0.0)),
-          "`{0}` is {1}, fewer tokens than a conversation takes", "{0}={2:.12g}", frozenset({"truncation"})),
+          "`{0}` is {1}, fewer tokens than a conversation takes", "{0}={2:.12g}", "truncation"),
     Cause(lambda series, _since: min(series.first("response/truncated", FIRST) or [0.0]) > 0.95,
           "completions have not ended from the start: the model does not know this prompt's form, or ends with another "
-          "token than the sampler waits for", "the form that the model knows", frozenset({"truncation"})),
+          "token than the sampler waits for", "the form that the model knows", "truncation"),
     Cause(_own_form, "prompts have a form that the model does not know{0}", "the form that the model knows", _FORMED),
     Cause(_far_below_held_out, "the training problems {2}: training earns {0:.2g}, and held-out ones {1:.2g}",
           "compare a prompt of samples.jsonl with a held-out one (data.train, data.question, data.answer), and their "
-          "rewards", frozenset({"no_signal", "truncation"})),
+          "rewards", "no_signal truncation"),
     Cause(lambda series, _since: max(series.last("reward/std", RECENT) or [1.0]) <= 1e-9 and
-          middle(series.last(series.reward, 8)) > 0.1, "the reward function pays the same for every completion: an "
+          series.recent(series.reward) > 0.1, "the reward function pays the same for every completion: an "
           "error in it is taken for a verdict", _PAID, _SIGNAL),
-    Cause(lambda series, _since: middle(series.last(series.reward, 8)) < 0.1, "hardly any completion earns anything: "
+    Cause(lambda series, _since: series.recent(series.reward) < 0.1, "hardly any completion earns anything: "
           "the problems are too hard, their reference answers are wrong, or the reward does not find what it looks for",
           _PAID, _SIGNAL),
 )
@@ -444,7 +444,8 @@ def explained(series: Series, detector: str, seen: Evidence, symptom: bool) -> E
     odd = [each for each in unusual(series, detector) if symptom or each.fix.partition("=")[0] not in seen.remedy][:2]
     found, changed = [], False
     for cause in CAUSES:
-        if (detector in cause.explains if cause.explains else symptom) and (values := cause.when(series, seen.since)):
+        if (detector in cause.explains.split() if cause.explains else symptom) and \
+                (values := cause.when(series, seen.since)):
             values = values if isinstance(values, tuple) else ()
             changed |= cause.when is _leap and seen.since > _EARLY  # settings were so before
             found.append((cause.text.format(*values), cause.change.format(*values)))

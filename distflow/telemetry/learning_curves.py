@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from distflow.telemetry.learning_series import (
-    FIRST,
     RECENT,
     SPIKE_WINDOW,
     Evidence,
@@ -135,7 +134,7 @@ def _moves(series: Series, name: str) -> tuple[float, float] | None:
 
 def _held_out_unlike(series: Series) -> Evidence | None:
     """Return that held-out answers are far fewer than those of training from the first step on."""
-    right = middle(series.first("response/has_answer", FIRST))
+    right = series.start("response/has_answer")
     for name in series.known_names("validation_high/"):
         first = series.known(name)[0][1]
         if right > max(0.2, 3 * first) and not series.known("environment/turns") and \
@@ -151,7 +150,7 @@ def _held_out_unlike(series: Series) -> Evidence | None:
 def _tools_silent(series: Series) -> Evidence | None:
     """Return that tools are asked, and have answered nothing for some steps."""
     known = series.known("environment/same_answers")
-    if not known or known[-1][0] > series.steps[-1] - RECENT or middle(series.last("environment/turns", RECENT)) < 1.5:
+    if not known or known[-1][0] > series.steps[-1] - RECENT or series.recent("environment/turns", RECENT) < 1.5:
         return None
     return Evidence(known[-1][0] + 1, "environment/turns", "The tools answer nothing any more",
                     "the environment returns empty texts, whatever it is asked: it is broken, or results get lost",

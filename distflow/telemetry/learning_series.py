@@ -68,6 +68,14 @@ class Series:
         values = self._values.get(name, [])[-count:]
         return [value for value in values if value is not None] if len(values) == count and None not in values else []
 
+    def recent(self, name: str, count: int = 8) -> float:
+        """Return the median of a metric's last values; NaN if a step lacks it."""
+        return middle(self.last(name, count))
+
+    def start(self, name: str, count: int = FIRST) -> float:
+        """Return the median of a metric's first values; NaN if there are fewer."""
+        return middle(self.first(name, count))
+
     def latest(self, name: str, count: int) -> list[float]:
         """Return the last `count` values of a metric that not every step has; none if the last step lacks it."""
         known = self.known(name)[-count:]
@@ -176,7 +184,7 @@ class Series:
     @property
     def earned(self) -> float:
         """How much more is earned than in the first steps; NaN without rewards."""
-        return middle(self.last(self.reward, self.window)) - middle(self.first(self.reward, FIRST))
+        return self.recent(self.reward, self.window) - self.start(self.reward)
 
     @property
     def scheduled(self) -> bool:

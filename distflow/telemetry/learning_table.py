@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from distflow.telemetry.learning_series import (
@@ -57,29 +56,26 @@ class Reading:
         compared = bool(self.rise or self.plus or self.drop)
         for metric in series.matching(self.metric) if divisor > 0 else ():
             values = [value / divisor for value in series.latest(metric, steps)]
-            if not values or not self._between(values, self.least, self.most):
+            if not values or not _within(values, self.least, self.most):
                 continue
             before = middle(series.before(metric, steps, self.base, (self.base + 1) // 2) if self.base else
                             series.first(metric, FIRST)) / divisor if compared else 0.0
             least, most = max(self.least, self.rise * before + self.plus) if compared else self.least, \
                 min(self.most, self.drop * before) if self.drop else self.most
-            if not before >= 0 or not self._between(values, least, most) or not self.when(series):
+            if not before >= 0 or not _within(values, least, most) or not self.when(series):
                 continue
             said = self._said(series, metric) | {"value": middle(values), "before": before}
             what, cause, change = (text.format(**said) for text in (self.what, self.cause, self.change))
-            return Evidence(series.since(metric, partial(_within, least * divisor, most * divisor)), metric, what,
-                            cause, change, {"value": middle(values)} | ({"before": before} if compared else {}))
+            since = series.since(metric, lambda value, low=least * divisor, high=most * divisor: low <= value <= high)
+            return Evidence(since, metric, what, cause, change,
+                            {"value": middle(values)} | ({"before": before} if compared else {}))
         return None
-
-    @staticmethod
-    def _between(values: Sequence[float], least: float, most: float) -> bool:
-        return least <= middle(values) <= most and least <= values[-1] <= most
 
     def _divisor(self, series: Series) -> float:
         if self.per in ("", "prompts"):
             return series.prompts if self.per else 1.0
         return number(series.setting(self.setting)[1], self.usual) if self.per == "setting" else \
-            middle(series.last(self.per, 1))
+            series.recent(self.per, 1)
 
     def _said(self, series: Series, metric: str) -> dict[str, object]:
         """Return the fields of texts: the metric's first part, the setting with its value and a larger one, the trained
@@ -88,18 +84,18 @@ class Reading:
         return {"metric": metric, "name": metric.partition("/")[0], "last": metric.rpartition("/")[2],
                 "key": key, "set": given or f"{self.usual:g}",
                 "more": f"{4 * number(given, self.usual):.12g}", "part": series.deciding_part, "step": series.steps[-1],
-                "earned": middle(series.last(series.reward, RECENT)),
+                "earned": series.recent(series.reward, RECENT),
                 "parts": ", ".join(f"`{name.removeprefix('reward/')}`" for name in series.parts) or "reward",
                 "role": series.trained_role, "node": series.update_node, "lower": series.lower_rate}
 
 
-def _within(least: float, most: float, value: float) -> bool:
-    return least <= value <= most
+def _within(values: Sequence[float], least: float, most: float) -> bool:
+    return least <= middle(values) <= most and least <= values[-1] <= most
 
 
 def _some_right(series: Series) -> bool:
     """Whether there are right and wrong answers to tell apart."""
-    right = middle(series.last("response/has_answer", 8))
+    right = series.recent("response/has_answer")
     return 0.1 < right < 0.9
 
 
@@ -127,20 +123,20 @@ def _on_policy(series: Series) -> bool:
 
 def _grew(series: Series) -> float:
     """Return how many times as long as at the start completions are, if the reward pays for more than to be right."""
-    if middle(series.last("reward/answer_correlation", 8)) > 0.9:
+    if series.recent("reward/answer_correlation") > 0.9:
         return math.nan
-    return middle(series.last("response/length", RECENT)) / max(
-        middle(series.first("response/length", FIRST)), 1e-9)
+    return series.recent("response/length", RECENT) / max(
+        series.start("response/length"), 1e-9)
 
 
 def _settles(series: Series) -> bool:
-    return middle(series.first("policy/entropy", FIRST)) >= 0.02 and len(series.steps) >= 2 * FIRST and \
+    return series.start("policy/entropy") >= 0.02 and len(series.steps) >= 2 * FIRST and \
         _rewarded(series)
 
 
 def _falls_silent(series: Series) -> bool:
     name = "reward/zero_std_groups"
-    return middle(series.last(name, RECENT)) - middle(series.first(name, FIRST)) > 0.2 and series.earned < 0
+    return series.recent(name, RECENT) - series.start(name) > 0.2 and series.earned < 0
 
 
 def _untrained(series: Series) -> bool:
@@ -161,7 +157,7 @@ def _one_update(series: Series) -> bool:
 
 def _differ(series: Series) -> bool:
     """Whether samples differ in what they earn; `no_signal` says why where they do not."""
-    return not middle(series.last(f"{series.reward.partition('/')[0]}/zero_std_groups", 8)) >= 0.8
+    return not series.recent(f"{series.reward.partition('/')[0]}/zero_std_groups") >= 0.8
 
 
 def _trains(series: Series) -> bool:
@@ -343,15 +339,15 @@ READINGS = (
     Reading("advantage_sign", ADVANTAGE, "advantages/std", 0.0, "All advantages are the same, whatever rows earn",
             "every completion is reinforced alike: the advantage does not read the rewards", _ADVANTAGES, most=1e-6,
             rows="high", when=lambda series: _rewards_differ(series) and
-            abs(middle(series.last("advantages/mean", 3))) > 1e-3),
+            abs(series.recent("advantages/mean", 3)) > 1e-3),
     Reading("advantage_sign", ADVANTAGE, "advantages/min", -1e-9, "No advantage is below 0",
             "what earns less than the rest is never unlearnt: negative advantages are cut off, or the baseline is too "
             "low", "the node that writes `advantages`: it must return reward minus baseline", steps=RECENT,
-            when=lambda series: middle(series.last("advantages/std", RECENT)) > 0.05, rows="low"),
+            when=lambda series: series.recent("advantages/std", RECENT) > 0.05, rows="low"),
     Reading("advantage_sign", ADVANTAGE, "advantages/max", -1e30, "No advantage is above 0",
             "nothing is ever reinforced: positive advantages are cut off, or the baseline is too high",
             "the node that writes `advantages`: it must return reward minus baseline", most=1e-9, steps=RECENT,
-            when=lambda series: middle(series.last("advantages/std", RECENT)) > 0.05 and
+            when=lambda series: series.recent("advantages/std", RECENT) > 0.05 and
             "distillation_advantage" not in series.functions, rows="high"),
     Reading("advantage_scale", ADVANTAGE, "advantages/std", 1e-12, "Advantages nearly vanish (deviation {value:.1g})",
             "rewards differ, but what is made of them is scaled down to nothing", "the node that writes `advantages`; "
@@ -378,7 +374,7 @@ READINGS = (
             "The gradient nearly vanishes (norm {value:.1g}), though samples differ in what they earn",
             "something scales it down on its way: an adapter's `alpha` ({set}), a loss or weights close to 0",
             "{key}=32 , or the loss", most=1e-5, setting="roles.*.lora.alpha", usual=32, steps=8,
-            when=lambda series: _rewards_differ(series) and middle(series.last("advantages/std", 8)) > 0.05),
+            when=lambda series: _rewards_differ(series) and series.recent("advantages/std") > 0.05),
     Reading("both_answers_fall", UPDATE, "preference/better", -1e30,
             "The preferred answers have become less likely, too ({value:.0f} nats each)",
             "`{key}` ({set}) hardly holds the policy to its reference, or the learning rate is too high: the loss only "
@@ -402,14 +398,14 @@ READINGS = (
             "Conversations end at their last turn, without an answer",
             "`{key}` is {set}, fewer than a call and an answer take: no conversation comes to its end",
             "{key}={more}", per="setting", setting="nodes.*.with.max_turns", usual=8, steps=RECENT,
-            when=lambda series: middle(series.last("response/truncated", RECENT)) > 0.5 and
-            middle(series.first("environment/turns", 2)) > 0.9 * middle(series.last("environment/turns", RECENT))),
+            when=lambda series: series.recent("response/truncated", RECENT) > 0.5 and
+            series.start("environment/turns", 2) > 0.9 * series.recent("environment/turns", RECENT)),
     Reading("conversations_cut", REWARD, "environment/turns", 0.9,
             "Conversations now use all their turns ({value:.0%} of {set}), and end without an answer",
             "turns earn more than answers: the environment pays for a call, and the policy calls for the pay",
             "pay for the final answer alone, or let a turn cost something", per="setting",
             setting="nodes.*.with.max_turns", usual=8, steps=RECENT, rows="high",
-            when=lambda series: middle(series.last("response/truncated", RECENT)) > 0.5 and series.earned > 0.05),
+            when=lambda series: series.recent("response/truncated", RECENT) > 0.5 and series.earned > 0.05),
     Reading("repetition", POLICY, "response/repetition", 0.25,
             "{value:.0%} of the runs of four tokens in a conversation were in it before, from the first step on",
             "the environment's text is long and repeats itself, and takes the tokens that answers need (`{key}` is "
@@ -419,7 +415,7 @@ READINGS = (
             "the environment ends at the first turn, the model does not know how its tools are called, or `{key}` "
             "({set}) allows no more", "look at a conversation in trajectories/ ; demonstrations of calls (an sft run) "
             "come first", most=1.02, steps=6, setting="nodes.*.with.max_turns", usual=8, rows="low",
-            when=lambda series: middle(series.first("environment/turns", 2)) < 1.1),
+            when=lambda series: series.start("environment/turns", 2) < 1.1),
     Reading("conversations_cut", POLICY, "environment/cut", 0.3,
             "{value:.0%} of the conversations end for lack of tokens, not with an answer",
             "`{key}` is {set}, fewer than a conversation takes", "{key}={more}", per="samples",
@@ -455,7 +451,7 @@ READINGS = (
             "Conversations fell from {before:.1f} to {value:.1f} turns: the policy no longer asks its tools",
             "what the tools answer does not help, as where they fail or answer with errors",
             "look at the observations in trajectories/", steps=RECENT, rows="low", drop=0.7,
-            when=lambda series: middle(series.first("environment/turns", FIRST)) >= 1.3),
+            when=lambda series: series.start("environment/turns") >= 1.3),
     Reading("advantage_baseline", ADVANTAGE, "advantages/of_prompts", 0.1,
             "{value:.0%} of the advantages' square is common to all samples of a prompt",
             "the baseline is not the mean of the prompt's own samples, as where rewards are normalised over the batch, "
@@ -508,7 +504,7 @@ READINGS = (
             *_TOO_FAST, steps=1, when=_early),
     Reading("learning_rate", UPDATE, "policy/entropy", 0.3,
             "The policy left the model that it was within {step} steps", *_TOO_FAST, steps=2, rise=4,
-            when=lambda series: _early(series) and middle(series.last(series.reward, 2)) < 0.5 * middle(
+            when=lambda series: _early(series) and series.recent(series.reward, 2) < 0.5 * middle(
                 series.first(series.reward, 2))),
     Reading("learning_rate", UPDATE, "learning_rate", 0.0, *_RATE_LEAPS, steps=1, base=10, rise=3),
     Reading("learning_rate", UPDATE, "learning_rate", 1e-12, *_RATE_LEAPS, steps=1, base=1, drop=0.33,
@@ -525,7 +521,7 @@ READINGS = (
             "{value:.0%} of the completions are copies of another one to their prompt, though the policy is uncertain",
             "the samples of a prompt have one seed, or rows are copied: such a policy gives different answers",
             "the seed of the sampler, or the node that writes `responses`", rows="high",
-            when=lambda series: series.copied and middle(series.last("policy/entropy", 3)) >= 0.02),
+            when=lambda series: series.copied and series.recent("policy/entropy", 3) >= 0.02),
     *(Reading("no_signal", OUTCOME, name, 0.0, "Every completion earns {earned:.3g} ({parts}), so that nothing "
               "is learnt", *_ALIKE, steps=RECENT, symptom=True, rows="low", most=1e-9)
       for name in ("reward/std", "environment/reward_std")),
