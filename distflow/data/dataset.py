@@ -332,7 +332,8 @@ def _unwrapped(records: Records, record: Record) -> str:
     """Return the command that writes the records of a file of one, in a list of which they are; "" if there is none."""
     path = Path(records.location(0).file)
     held = next((name for name, value in record.items() if isinstance(value, list) and value
-                 and isinstance(value[0], dict) and not is_conversation(as_conversation(value))), "")
+                 and isinstance(value[0], dict) and not {"role", "from", "speaker"} & value[0].keys()
+                 and not is_conversation(as_conversation(value))), "")
     if len(records) > 1 or not held or not path.is_file():
         return ""
     program = f"import json; json.dump(json.load(open({str(path)!r}, encoding='utf-8'))[{held!r}], open(" \
