@@ -38,8 +38,9 @@ def column(name, rows):
     length = PROMPT if name in ("prompts", "answers", "targets") else RESPONSE
     if name in ("answers", "completions"):
         return encode_text("abcd" * length for _ in range(rows))
-    if name in ("rewards", "advantages", "group"):
-        return torch.ones(rows, dtype=torch.int64 if name == "group" else torch.float32)
+    if dtype := {"rewards": torch.float32, "advantages": torch.float32, "group": torch.int64,
+                 "cut_thoughts": torch.bool}.get(name):
+        return torch.ones(rows, dtype=dtype)
     dtype = torch.int64 if name in ("prompts", "responses") else torch.float32
     return Ragged(torch.ones(rows * length, dtype=dtype), torch.full((rows,), length))
 
