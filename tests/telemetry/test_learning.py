@@ -531,9 +531,9 @@ def test_a_run_that_a_detector_stops_keeps_the_checkpoint_before(launch, workspa
                   "robust.detectors.no_signal=stop")
     run = workspace / "runs/it"
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps[-1] == 9
+    assert steps[-1] == 8
     assert [step_of(path) for path in complete_checkpoints(run / "checkpoints")] == [2, 4]
     assert "after step 4:  distflow resume" in done.stdout
     event, = (json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if "no_signal" in line)
-    assert (event["since"], event["step"]) == (6, 9)
+    assert (event["since"], event["step"]) == (6, 8)
     assert not (run / "model").exists()
