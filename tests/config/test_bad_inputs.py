@@ -182,7 +182,7 @@ RUNS = [
     case("minimum_of_constant", 4, "1e-7", "it changes nothing in a constant schedule. Instead:  schedule: cosine"),
     case("template_setting", 5, "{tools: search}", "`tools` has a key of its own. Instead:  data: {tools: …}"),
     case("reserved_column", 6, "prompts", "`data.columns` names `prompts`, but every dataset gives a column of that"),
-    case("missing_data", 6, "no/such.jsonl", "there is no data `no/such.jsonl`", ".jsonl or .parquet", others=(7,)),
+    case("missing_data", 6, "no/such.jsonl", "there is no data `no/such.jsonl`", ".jsonl", others=(7,)),
 ]
 
 
