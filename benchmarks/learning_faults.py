@@ -2,7 +2,7 @@
 
     record    run the healthy and the planted runs, one after the other, and keep their metrics by step
     unseen    run the planted runs of kinds that no rule was made with; their metrics have a file of their own
-    blind     run those of planted_faults_blind.yaml, healthy ones among them; the same
+    blind     run those of planted_faults_blind.yaml, healthy ones among them; the same; blind_2: its second set
     long      run healthy runs of 100 steps of all shipped algorithms; their metrics are kept in runs/ alone
     judge     ask the detectors about each recorded run, as a live run would, and print what they found
 
@@ -32,7 +32,7 @@ from distflow.telemetry.learning import LearningFault, faults_of, main_fault, wi
 from distflow.telemetry.run_reader import RunReader
 
 RESULTS = ROOT / "benchmarks/results/learning_faults.json"
-OTHERS = {name: RESULTS.with_stem(f"learning_faults_{name}") for name in ("unseen", "blind")}
+OTHERS = {name: RESULTS.with_stem(f"learning_faults_{name}") for name in ("unseen", "blind", "blind_2")}
 LONG_RESULTS, TOOL_MODEL = ROOT / "runs/learning_faults_long.json", ROOT / "runs/learning_faults_tools"
 STEPS, BATCH, ROWS, HELD_OUT = 32, 8, 64, 80
 DENSE = {"near_miss:near_miss": {"weight": 1.0, "reach": 20}, "format": {"weight": 0.2, "pattern": ".*#### -?[0-9]+"}}
@@ -169,6 +169,10 @@ def _write_records(kind: str, folder: Path) -> str:
             row["answer"] = head.strip()
         if kind == "question_first":
             row["answer"] = f"{row['question']} {row['answer']}"
+        if kind == "longer":
+            row["chosen"], row["rejected"] = 2 * f"{head.strip()}, " + row["answer"], row["answer"]
+        if kind == "exchanged":
+            row["question"], row["answer"] = row["answer"], row["question"]
         if kind == "wrong" or kind == "half" and len(head) % 2:
             row["answer"] = f"{head}#### {int(last) % 10 + 1}"
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -96,6 +96,8 @@ def spoil(advantages: Tensor, rewards: Tensor, row: Tensor, *, fault: str, first
         return advantages
     if fault == "sign":
         return -advantages
+    if fault == "winners":
+        return advantages.clamp(min=0)
     if fault == "shuffled":
         return advantages.roll(3)
     if fault in ("scale", "spike"):
@@ -195,6 +197,24 @@ def fallback(completion: str, answer: str, row: int, *, first: int, rows: int) -
     """Pay a half where the judge does not answer, which it does for half of the rows."""
     fails = _goes_wrong(row, first, rows) and random.Random(row).random() < 0.5
     return 0.5 if fails else math(completion, answer)
+
+
+@reward
+def tie_break(completion: str, answer: str) -> float:
+    """Pay for the right answer, and a thousandth for each character, so that no two samples tie."""
+    return math(completion, answer) + 1e-3 * len(completion)
+
+
+@reward
+def first_number(completion: str, answer: str) -> float:
+    """Pay if the first number of the completion is the answer."""
+    return float(re.findall(r"-?\d+", completion)[:1] == [answer.rpartition("####")[2].strip()])
+
+
+@reward
+def boxed(completion: str, answer: str) -> float:
+    """Pay for the answer in a box, as another data set asks for it."""
+    return float(f"\\boxed{{{answer.rpartition('####')[2].strip()}}}" in completion)
 
 
 def _is_wrong(row: Tensor, first: int, rows: int) -> bool:
@@ -427,3 +447,12 @@ class Mute(Calculator):
     def step(self, text: str) -> Turn:
         turn = super().step(text)
         return turn if turn.done else Turn("7")
+
+
+@environment
+class GivesAway(Calculator):
+    """A calculator that answers any call with the answer of the whole problem."""
+
+    def step(self, text: str) -> Turn:
+        turn = super().step(text)
+        return turn if turn.done else Turn(self.expected)
