@@ -69,6 +69,8 @@ def reward_fell(series: Series) -> Evidence | None:
     if at is None or name == "loss" and "supervised_update" not in series.functions:  # others are near 0
         return None
     before, after = (mean(value for _, value in part) for part in (values[:at][-40:], values[at:]))
+    if name == "distillation/divergence" and after < 1.5 * before:  # the student's own samples change with it
+        return None
     what = "The reward fell" if name == series.reward else f"`{name}` got worse:"
     return Evidence(values[at][0], name, f"{what} from {before:.3f} to {after:.3f}",
                     "the policy became worse, or the reward or the data harder" if name == series.reward else

@@ -343,7 +343,8 @@ READINGS = (
     Reading("advantage_sign", ADVANTAGE, "advantages/min", -1e-9, "No advantage is below 0",
             "what earns less than the rest is never unlearnt: negative advantages are cut off, or the baseline is too "
             "low", "the node that writes `advantages`: it must return reward minus baseline", steps=RECENT,
-            when=lambda series: series.recent("advantages/std", RECENT) > 0.05, rows="low"),
+            when=lambda series: series.recent("advantages/std", RECENT) > 0.05 and
+            "baseline_advantage" not in series.functions, rows="low"),  # greedy answers may all earn nothing
     Reading("advantage_sign", ADVANTAGE, "advantages/max", -1e30, "No advantage is above 0",
             "nothing is ever reinforced: positive advantages are cut off, or the baseline is too high",
             "the node that writes `advantages`: it must return reward minus baseline", most=1e-9, steps=RECENT,

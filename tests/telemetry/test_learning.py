@@ -198,6 +198,14 @@ def test_training_that_gets_worse_at_its_own_goal(goal, sign, function):
     assert faults_of(trained(values[::-1], goal), {"nodes.update.function": function}) == []
 
 
+def test_what_healthy_runs_of_other_algorithms_show_is_no_fault():
+    steps = trained([*noise(55, 0.256, 0.01), *noise(45, 0.317, 0.01, seed=1)], "distillation/divergence")
+    assert faults_of(steps, {"nodes.update.function": "distillation_update"}) == []
+    unbeaten = steps_of(40, first=8, advantages__min=0.0)  # no greedy answer of ReMax has earned anything
+    assert "advantage_sign" not in {fault.detector for fault in faults_of(
+        unbeaten, {"nodes.advantage.function": "baseline_advantage"})}
+
+
 SETTINGS = {"roles.actor.trained": "true", "roles.actor.weight_decay": "10", "roles.reference.copy_of": "actor",
             "nodes.rollout.with.group_size": "8", "nodes.update.function": "policy_update"}
 
