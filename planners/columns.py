@@ -279,13 +279,14 @@ class _Tracer:
             self.mistakes.append(Diagnostic(what, self._spot(node), hint))
 
     def _check_renames(self, node: str) -> bool:
+        """Check that a node renames what it reads and writes. Whether a reward reads CUT_THOUGHTS is its own matter."""
         contract, settings = self.bound[node], self.spec.dag.nodes[node]
         known = {"reads": [read.name for read in contract.reads],
                  "writes": [name.replace("{role}", settings.role) for name in contract.marks.writes]}
         right = True
         for kind, names in known.items():
             for name in getattr(settings, kind):
-                if name not in names:
+                if name not in names and not (kind == "reads" and name == CUT_THOUGHTS and "completions" in names):
                     what = f"node `{node}`: function `{contract.name}` {kind} no `{name}`"
                     where = self.spec.dag_source.location(("nodes", node, kind, name), key=True)
                     self.mistakes.append(Diagnostic(what, where, did_you_mean(name, names, f"It {kind}")))
