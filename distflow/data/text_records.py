@@ -99,7 +99,8 @@ class JsonRecords(TextRecords):
         start, end = spans[0, 1:].tolist()
         start += len(codecs.BOM_UTF8) * (bytes(data[start : start + 3]) == codecs.BOM_UTF8)
         first, last = bytes(data[start : min(start + _BLANK, end)]).strip(), bytes(data[max(start, end - _BLANK) : end])
-        if first == b"{" or (first.startswith(b"[") and (len(spans) == 1 or not last.rstrip().endswith(b"]"))):
+        ends = last.rstrip()[-1:]
+        if (first.startswith(b"{") and ends != b"}") or (first.startswith(b"[") and (len(spans) == 1 or ends != b"]")):
             return self._find_objects(data, start, first.startswith(b"["))
         return spans
 
@@ -173,12 +174,13 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 class CsvRecords(TextRecords):
     """Dataset of a CSV file, whose first row names the fields; all values are texts, so that 007 and NA stay what they
-    are. Cells are separated by commas; by semicolons or tabs, if the first line has those and no comma. Raises
-    InvalidInput: a field has no name or two fields the same one."""
+    are. Cells are separated by commas; by semicolons or tabs, if the first line has those and no comma; in a
+    .tsv file by tabs. Raises InvalidInput: a field has no name or two fields the same one."""
 
     def _find(self, data: numpy.ndarray, edges: numpy.ndarray) -> numpy.ndarray:
         first = bytes(data[: int(edges[min(1, len(edges) - 1)])])
-        self.separator = next((each for each in ",;\t" if each.encode() in first), ",")
+        order = "\t,;" if self.path.suffix.lower() == ".tsv" else ",;\t"
+        self.separator = next((each for each in order if each.encode() in first), ",")
         csv.field_size_limit(sys.maxsize)
         self.spans = numpy.array([*self._rows(edges)], numpy.int64).reshape(-1, 3)
         self.names = self._cells(0) if len(self.spans) else []

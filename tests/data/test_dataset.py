@@ -121,6 +121,8 @@ Q, A = {"question": "1 + 1?", "answer": "2"}, {"question": "{[\"", "answer": {"o
     (json.dumps([Q, A, Q], indent=2), [Q, A, Q]),
     ("\ufeff[\r\n" + json.dumps(A) + ",\r\n" + json.dumps(Q) + "\r\n]\r\n", [A, Q]),
     (json.dumps(A, indent=2) + "\n" + json.dumps(Q, indent=2), [A, Q]),
+    ('{"n": [\n{"m": 1},\n{"m": 2}]}\n', [{"n": [{"m": 1}, {"m": 2}]}]),
+    ('{"n": 1,\n"m": 2}\n{"n": 3}', [{"n": 1, "m": 2}, {"n": 3}]),
     ("[]", []), ("[\n]\n", []), ('[{}, {"n": 1}]', [{}, {"n": 1}]),
     (json.dumps([{"n": "\\\\"}, {"n": '\\"'}, {"n": "é\u2028"}], ensure_ascii=False),
      [{"n": "\\\\"}, {"n": '\\"'}, {"n": "é\u2028"}])])
@@ -160,6 +162,11 @@ def test_json_records_name_the_line_of_what_is_none(tmp_path, text, said):
 def test_csv_records_are_read_as_texts(tmp_path, text, records):
     (tmp_path / "all.csv").write_text(text, newline="")
     assert _read_all(tmp_path / "all.csv") == records
+
+
+def test_csv_records_of_a_tsv_file_are_separated_by_tabs(tmp_path):
+    (tmp_path / "all.tsv").write_text("question, as it is\tanswer\n1, 2\t3\n")
+    assert _read_all(tmp_path / "all.tsv") == [{"question, as it is": "1, 2", "answer": "3"}]
 
 
 @pytest.mark.parametrize(("text", "said"), [

@@ -7,26 +7,28 @@ import re
 CURRENCIES = "€£¥₹₩₽₺₫₦฿"
 _QUANTITIES = {
     "length": ("nm nanometer nanometre 纳米", "mm millimeter millimetre 毫米 밀리미터 ミリ ミリメートル", "dm 分米",
-               "cm centimeter centimetre 厘米 公分 센티미터 センチ センチメートル",
+               "cm centimeter centimetre centimetro 厘米 公分 센티미터 センチ センチメートル",
                "m meter metre metro 米 公尺 미터 メートル",
-               "km kilometer kilometre 千米 公里 킬로미터 キロ キロメートル", "in inch inche 英寸 인치 インチ",
-               "ft foot feet 英尺 피트 フィート", "yd yard", "mi mile 英里 마일 マイル"),
+               "km kilometer kilometre kilometro 千米 公里 킬로미터 キロ キロメートル",
+               "in inch inche 英寸 인치 インチ", "ft foot feet 英尺 피트 フィート", "yd yard",
+               "mi mile 英里 마일 マイル"),
     "area": ("平方毫米", "平方厘米 제곱센티미터 平方センチメートル", "平方分米", "平方米 제곱미터 平方メートル",
              "平方千米 平方公里 제곱킬로미터 平方キロメートル", "ha hectare 公顷 公頃 헥타르 ヘクタール", "亩 畝",
              "acre 英亩"),
-    "mass": ("mg milligram 毫克 밀리그램 ミリグラム", "g gram 克 그램 グラム",
-             "kg kilogram kilo 千克 公斤 킬로그램 キロ キログラム", "斤", "lb pound", "oz ounce",
+    "mass": ("mg milligram 毫克 밀리그램 ミリグラム", "g gram gramme gramo 克 그램 グラム",
+             "kg kilogram kilogramme kilogramo kilo 千克 公斤 킬로그램 キロ キログラム", "斤", "lb pound", "oz ounce",
              "ton tonne 吨 噸 톤 トン"),
-    "time": ("ms millisecond 毫秒 ミリ秒", "s second sec segundo 秒 秒钟 秒鐘 秒間 초",
+    "time": ("ms millisecond 毫秒 ミリ秒", "s second sec seconde segundo 秒 秒钟 秒鐘 秒間 초",
              "min minute m minuto 分 分钟 分鐘 分間 분",
-             "h hour hr hora heure 小时 小時 个小时 個小时 时 時 时间 時間 点 點 시 시간", "day 天 日 号 號 日間 일",
-             "week 周 週 星期 个星期 礼拜 週間 주 주일",
-             "month 月 个月 個月 か月 ヶ月 カ月 월 달 개월", "year 年 年間 岁 歲 歳 才 년 세 살"),
+             "h hour hr hora heure 小时 小時 个小时 個小时 时 時 时间 時間 点 點 시 시간",
+             "day dia jour 天 日 号 號 日間 일", "week semana semaine 周 週 星期 个星期 礼拜 週間 주 주일",
+             "month mese 月 个月 個月 か月 ヶ月 カ月 월 달 개월", "year 年 年間 岁 歲 歳 才 년 세 살"),
     "half of the day": ("am", "pm"),
     "volume": ("ml mL milliliter millilitre 毫升 立方厘米 밀리리터 ミリリットル 立方センチメートル", "cl", "dL",
-               "l L liter litre litro 升 立方分米 리터 リットル", "立方米 세제곱미터 立方メートル", "gallon", "quart",
-               "pint", "cup 杯 잔"),
-    "money": ("¥ yen yuan 元 圆 圓 块 塊 元钱 块钱 人民币 円 日元 엔 위안", "角 毛", "分", "cent 美分 센트 セント",
+               "l L liter litre litro 升 立方分米 리터 リットル", "立方米 세제곱미터 立方メートル",
+               "gallon gal", "quart", "pint", "cup 杯 잔"),
+    "money": ("¥ yen yuan 元 圆 圓 块 塊 元钱 块钱 人民币 円 日元 엔 위안", "角 毛", "分",
+              "cent penny pennie 美分 센트 セント",
               "$ dollar usd buck 美元 달러 ドル", "€ euro eur 欧元 歐元 유로 ユーロ",
               "£ pound gbp 英镑 파운드 ポンド", "₩ krw 원 韩元 韓元 ウォン", "₹ rupee inr rs 卢比",
               "₽ ruble rouble 卢布", "₺ lira", "₫ dong", "₦ naira", "฿ baht 泰铢", "peso 比索"),
@@ -46,7 +48,7 @@ _COUNTER = re.compile(
     "[桶筐束串双雙对對套组組班队隊排行列次回遍趟步种種类類项項道题題句字岁歲歳才倍点點度票场場枚羽軒階足着番問]|"
     "[개명권장대번회살세잔병쌍채척층칸통판점배도]|个人|人次|千瓦|千卡|摄氏度|つ|通り|番目|文字|마리|그루|송이|켤레|"
     "자루|문제|가지|사람")
-_ALSO_COUNTED = frozenset("块塊周角点點分분杯잔")
+_ALSO_COUNTED = frozenset(["cup", "cups", *"块塊周角点點分분杯잔"])
 """Units that may also count things, people or points."""
 _SAYING = re.compile(r"(?:입니다|이다|이에요|예요|です|である|だ)\Z")
 _PER, _SPEEDS = re.compile(r"\s*(?:/|\bper\b|每)\s*"), {"mph": "mi/h", "kph": "km/h", "kmh": "km/h"}

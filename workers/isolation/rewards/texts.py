@@ -289,13 +289,13 @@ _LONG = re.compile(r"[-+]?[0-9.,]{1000,}")  # A number of so many digits is comp
 
 
 def references_of(answer: str) -> list[str]:
-    """Return the references of a record, of which each is right: the texts of a list in JSON, or as Python prints it,
-    else the answer itself."""
+    """Return the references of a record, of which each is right: the texts of a list in JSON; those of a list as
+    Python prints it, and that list, which may be the answer; else the answer itself."""
     for read in (json.loads, ast.literal_eval) if answer.lstrip().startswith("[") and len(answer) < _LONGEST else ():
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             found = read(answer.strip())
             if found and all(isinstance(each, str) for each in found):
-                return found
+                return found if read is json.loads else [*found, answer]
     return [answer]
 
 
