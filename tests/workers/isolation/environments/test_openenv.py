@@ -86,7 +86,7 @@ def address(request, tmp_path):
             room.release()
 
         with serve(session, "127.0.0.1", 0) as server:
-            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            threading.Thread(target=server.serve_forever, daemon=True).start()
             yield f"http://127.0.0.1:{server.socket.getsockname()[1]}"
             server.shutdown()
         return
