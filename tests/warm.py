@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _PYTHON, _OPTIONS = sys.executable, ("-P", "-u")
-_LOADED_AGAIN = ("distflow", "planners", "workers", "benchmarks", "huggingface_hub")
-"""Packages of ours, and one that reads variables when it is loaded."""
+_LOADED_AGAIN = ("distflow", "planners", "workers", "benchmarks")
 _LIBRARY = [place for place in sys.path
             if place not in {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}]
 """Where Python finds packages, whatever the folder and PYTHONPATH of a command."""

@@ -14,7 +14,6 @@ from hub import COMMIT, Hub, serving
 
 from distflow.config.hub import HubName, hub_name
 
-pytestmark = pytest.mark.usefixtures("forked")
 TEXTS = ["2 + 3 = 5 #### 5", "What is 4 - 1?"]
 
 
