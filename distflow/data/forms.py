@@ -247,7 +247,7 @@ def _modern(turn: Record) -> list[Record]:
     if isinstance(called, dict) and called.get("name") and not turn.get("tool_calls"):
         turn = {**turn, "function_call": None, "tool_calls": [{"type": "function", "function": called}]}
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    if not {part.get("type") for part in parts} & _PARTS:
+    if not {str(part.get("type")) for part in parts} & _PARTS:
         return [turn if content is turn.get("content") else {**turn, "content": content}]
     kinds = {kind: [part for part in parts if part.get("type") == kind] for kind in _PARTS}
     results = [{"role": "tool", "tool_call_id": part.get("tool_use_id"),
@@ -255,8 +255,8 @@ def _modern(turn: Record) -> list[Record]:
     calls = [{"type": "function", "id": part.get("id"), "function": {"name": part.get("name"),
                                                                      "arguments": part.get("input") or {}}}
              for part in kinds["tool_use"]]
-    rest = [{"type": "text", "text": part.get("text")} if part.get("type") in _TEXTS else part for part in parts
-            if part.get("type") in _TEXTS or part.get("type") not in _PARTS]
+    rest = [{"type": "text", "text": part.get("text")} if str(part.get("type")) in _TEXTS else part for part in parts
+            if str(part.get("type")) in _TEXTS or str(part.get("type")) not in _PARTS]
     thoughts = "\n".join(str(part.get("thinking") or "") for part in kinds["thinking"])
     message = {**turn, "content": rest or "", **({"reasoning_content": thoughts} if thoughts else {}),
                **({"tool_calls": calls} if calls else {})}

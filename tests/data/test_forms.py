@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from distflow.config.run import Data
 from distflow.data.dataset import check_records, fields_of, open_records
-from distflow.data.forms import columns_of, reader_of
+from distflow.data.forms import as_messages, columns_of, reader_of
 from distflow.data.problems import answer_text, messages_of
 from distflow.errors import InvalidInput
 
@@ -256,3 +256,8 @@ def test_a_history_that_is_none_is_refused(history):
     read = reader_of(Data(train="x"))
     with pytest.raises(InvalidInput, match="field `history` must be a list of pairs"):
         read({"instruction": "q", "input": "", "output": "a", "history": history})
+
+
+def test_a_part_whose_type_is_no_name_stays_for_the_check_that_tells_it():
+    asked = [{"role": "user", "content": [{"type": ["text"], "text": "1 + 1?"}]}, {"role": "assistant", "content": "2"}]
+    assert as_messages(asked) == asked

@@ -52,6 +52,7 @@ _ALSO_COUNTED = frozenset(["cup", "cups", *"块塊周角点點分분杯잔"])
 """Units that may also count things, people or points."""
 _SAYING = re.compile(r"(?:입니다|이다|이에요|예요|です|である|だ)\Z")
 _PER, _SPEEDS = re.compile(r"\s*(?:/|\bper\b|每)\s*"), {"mph": "mi/h", "kph": "km/h", "kmh": "km/h"}
+RATE = re.compile(rf"[^\W\d_]+{_PER.pattern}[^\W\d_]+")
 _PLURAL = re.compile(r"(?!(?:unit|degree|percent|time|other|total)s\Z)[a-z]{2,}[^\Wsiu]s|people|children|(?:wo)?men")
 """Things that are counted, in English. Words that may stand for any unit are none."""
 SHORT_UNITS = frozenset(name for name in _MEASURES if name.isascii() and name.isalpha() and len(name) < 3)

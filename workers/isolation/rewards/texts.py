@@ -18,7 +18,7 @@ from distflow.telemetry.metrics import current
 from workers.isolation.rewards import behind_thoughts
 from workers.isolation.rewards.answers import SHORT_WORDS, parse_whole, readings, same, spelling
 from workers.isolation.rewards.latex import FULL_WIDTH, IDEOGRAPHS
-from workers.isolation.rewards.quantities import CURRENCIES, NO_UNITS, SHORT_UNITS, differ, is_unit, units_of
+from workers.isolation.rewards.quantities import CURRENCIES, NO_UNITS, RATE, SHORT_UNITS, differ, is_unit, units_of
 
 MARK = "####"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w])")
@@ -57,7 +57,6 @@ _LIMITING = re.compile(
     "[不没沒无無非或负負]|ない|아니|아닌|[至最][少多]|[大小多少高低][于於]|超过|超過|以[内內]|一半|半分|[两兩双雙]倍|方根|절반|제곱근|少なくとも|多くとも|적어도|최소한|최대한")
 """The same in East Asian scripts, within a word."""
 _NEGATIVE = re.compile(rf"\b(?:negative|minus)\s+(?=[{CURRENCIES}]?\s*\.?[0-9])", re.IGNORECASE)
-_RATE = re.compile(r"[^\W\d_]+\s*(?:/|\bper\b|每)\s*[^\W\d_]+")
 _SPACES = re.compile(r"\s+")
 _LABEL = re.compile(r"[:=≈]\s*$")
 _SAYS = re.compile(r".*(?:是|为|為|等于|等於|得|共|有|答案?|は|が|은|는)")
@@ -265,7 +264,7 @@ def _units_of(text: str) -> dict[str, str]:
         return units_of(currency[1])
     found = _NUMBER.fullmatch(_without_remarks(_without_markup(text)).strip().rstrip(".,;: "))
     after = found["after"].strip() if found else ""
-    words = [after] if _RATE.fullmatch(after) else _WORD.findall(after) or [after]
+    words = [after] if RATE.fullmatch(after) else _WORD.findall(after) or [after]
     return units_of(words[0]) if len(words) == 1 else {}
 
 
