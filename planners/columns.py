@@ -42,6 +42,10 @@ _OF_RESPONSES = {"responses", "completions", "response_mask", "versions", "impor
 """Parameters about a response's tokens, as are `…_logprobs` and `…_entropies`. All that a node reads must be of the
 same responses."""
 
+_BESIDE = {CUT_THOUGHTS: "completions"}
+"""Parameter → the column that its own one goes with: `completions.cut_thoughts` is written, renamed and read with
+`completions`."""
+
 SHOWN = ("completions", "rewards", "turns")
 """Columns that samples.jsonl shows, whether or not a node reads them."""
 
@@ -65,9 +69,19 @@ def written(spec: Spec, bound: dict[str, Contract]) -> dict[str, tuple[str, ...]
     for node, contract in bound.items():
         settings = spec.dag.nodes[node]
         names = [name.replace("{role}", settings.role) for name in contract.marks.writes]
-        result[node] = tuple(settings.writes.get(name, name) for name in names
+        result[node] = tuple(_renamed(settings.writes, name) for name in names
                              if name != ROUTED_EXPERTS or _replays(spec, settings.role))
     return result
+
+
+def _renamed(names: dict[str, str], column: str) -> str:
+    """Return a column's name in the DAG. `X.y` goes with `X`."""
+    column, *beside = column.split(".")
+    return ".".join([names.get(column, column), *beside])
+
+
+def _column_read(names: dict[str, str], parameter: str) -> str:
+    return _renamed(names, f"{_BESIDE[parameter]}.{parameter}" if parameter in _BESIDE else parameter)
 
 
 def _replays(spec: Spec, role: str) -> bool:
@@ -117,7 +131,7 @@ class _Tracer:
         contract, settings = self.bound[node], self.spec.dag.nodes[node]
         reads, forms, own = [], {}, None
         for read in contract.reads:
-            column = settings.reads.get(read.name, read.name)
+            column = _column_read(settings.reads, read.name)
             producer = self._producer(node, read, column)
             if producer and read.name == ROUTED_EXPERTS and self._role(producer) != settings.role:
                 continue  # the experts of one model mean nothing to another
@@ -146,9 +160,8 @@ class _Tracer:
                         self._unordered(column, first, second)
 
     def _is_read(self, column: str) -> bool:
-        return column in SHOWN or any(self.spec.dag.nodes[node].reads.get(read.name, read.name) == column
-                   for node, contract in self.bound.items() for read in contract.reads
-                   if not (column == CUT_THOUGHTS and self._is_optional(node, read)))
+        return column in SHOWN or any(_column_read(self.spec.dag.nodes[node].reads, read.name) == column
+                                      for node, contract in self.bound.items() for read in contract.reads)
 
     def _unordered(self, column: str, first: str, second: str) -> None:
         spots = tuple(self._spot(node) for node in (first, second))
@@ -162,9 +175,6 @@ class _Tracer:
     def _producer(self, node: str, read: Read, column: str) -> str | None:
         """Return the last of the upstream nodes that write a column, else the dataset."""
         writers = [writer for writer in self.writers.get(column, ()) if writer != node]
-        if column == CUT_THOUGHTS and self._is_optional(node, read) and not (
-                len(writers) == 1 and self.closure.has_edge(writers[0], node)):
-            return None  # those of other responses say nothing of these
         upstream = [writer for writer in writers if self.closure.has_edge(writer, node)]
         if upstream:
             return max(upstream, key=self.closure.in_degree)
@@ -190,7 +200,7 @@ class _Tracer:
         return False
 
     def _mixed(self, node: str, read: Read, own: Column, producer: str) -> None:
-        column = self.spec.dag.nodes[node].reads.get(read.name, read.name)
+        column = _column_read(self.spec.dag.nodes[node].reads, read.name)
         what = (f"node `{node}` reads column `{own.name}` of node `{own.producer}` and column `{column}` of node "
                 f"`{producer}`, which are not of the same responses")
         same = [name for name, mark in zip(self.written.get(own.producer, ()), self._marked(own.producer))
@@ -279,14 +289,14 @@ class _Tracer:
             self.mistakes.append(Diagnostic(what, self._spot(node), hint))
 
     def _check_renames(self, node: str) -> bool:
-        """Check that a node renames what it reads and writes. Whether a reward reads CUT_THOUGHTS is its own matter."""
+        """Check that a node renames what it reads and writes. What goes with another column has no name of its own."""
         contract, settings = self.bound[node], self.spec.dag.nodes[node]
         known = {"reads": [read.name for read in contract.reads],
                  "writes": [name.replace("{role}", settings.role) for name in contract.marks.writes]}
         right = True
         for kind, names in known.items():
             for name in getattr(settings, kind):
-                if name not in names and not (kind == "reads" and name == CUT_THOUGHTS and "completions" in names):
+                if name not in names and name not in _BESIDE:
                     what = f"node `{node}`: function `{contract.name}` {kind} no `{name}`"
                     where = self.spec.dag_source.location(("nodes", node, kind, name), key=True)
                     self.mistakes.append(Diagnostic(what, where, did_you_mean(name, names, f"It {kind}")))

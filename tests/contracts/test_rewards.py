@@ -123,11 +123,12 @@ def test_columns_of_rewards_become_reads_of_the_node(planned, monkeypatch):
 @pytest.mark.parametrize(("dag", "wanted"), [
     ("remax", {"baseline": "greedy", "reward": "rollout"}), ("grpo", {"reward": "rollout"}),
     ("solver_reviser", {"solved": "solve", "revised": "revise"}),
-    ("two", {"scored": None, "judged": None})])
+    ("two", {"scored": "first", "judged": "second"}), ("older", {"scored": "first", "judged": "second"})])
 def test_rewards_read_which_of_their_own_responses_are_cut_off_in_thoughts(tmp_path, dag, wanted):
-    """Two nodes that sample, neither of which renames its column, give it to none."""
+    """A name that a DAG gives them says nothing: they go with the completions."""
     (tmp_path / "two.yaml").write_text(TWO)
-    made = plan(load(str(tmp_path / "two.yaml") if dag == "two" else dag), 1)
+    (tmp_path / "older.yaml").write_text(TWO.replace("completions: c2", "completions: c2, cut_thoughts: t2"))
+    made = plan(load(str(tmp_path / f"{dag}.yaml") if dag in ("two", "older") else dag), 1)
     assert {task.node: next((read.producer for read in task.reads if read.parameter == "cut_thoughts"), None)
             for task in made.tasks if task.node in wanted} == wanted
 

@@ -33,7 +33,7 @@ def written(name: str, rows: int):
         return encode_text("abcd" * RESPONSE for _ in range(rows))
     if name in ("rewards", "advantages"):
         return torch.ones(rows)
-    if name in ("keep", "cut_thoughts"):
+    if name in ("keep", "completions.cut_thoughts"):
         return torch.ones(rows, dtype=torch.bool)
     forms = {"responses": torch.int64, "versions": torch.int32}
     return of_length(rows, RESPONSE, forms.get(name, torch.float32))

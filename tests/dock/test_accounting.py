@@ -39,7 +39,7 @@ def column(name, rows):
     if name in ("answers", "completions"):
         return encode_text("abcd" * length for _ in range(rows))
     if dtype := {"rewards": torch.float32, "advantages": torch.float32, "group": torch.int64,
-                 "cut_thoughts": torch.bool}.get(name):
+                 "completions.cut_thoughts": torch.bool}.get(name):
         return torch.ones(rows, dtype=dtype)
     dtype = torch.int64 if name in ("prompts", "responses") else torch.float32
     return Ragged(torch.ones(rows * length, dtype=dtype), torch.full((rows,), length))

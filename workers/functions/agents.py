@@ -39,7 +39,7 @@ _POLL_INTERVAL = 1.0  # seconds between checks of the service that runs the comm
 
 @node(type="MODEL_INFERENCE", repeats="group_size",
       writes=("prompts", "responses", "response_mask", "rollout_logprobs", "versions", "completions",
-              "environment_rewards", "turns", "finished", "cut_thoughts", "keep", "routed_experts"))
+              "environment_rewards", "turns", "finished", "completions.cut_thoughts", "keep", "routed_experts"))
 def run_agent(engine: Any, prompts: Ragged, row: Tensor, *, agent: Agent, group_size: int = 1,
               max_turns: PositiveInt = 16, max_new_tokens: PositiveInt | None = None, max_tokens: PositiveInt = 1024,
               max_prompt_tokens: PositiveInt = 1024, printed_reward: bool = True, seconds: PositiveFloat = 300.0,

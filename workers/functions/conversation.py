@@ -41,7 +41,7 @@ _FAILED_STEPS = 3  # steps in a row in which all trajectories may fail before th
 
 @node(type="MODEL_INFERENCE", repeats="group_size",
       writes=("responses", "response_mask", "rollout_logprobs", "versions", "completions", "environment_rewards",
-              "turns", "finished", "cut_thoughts", "keep", "routed_experts"))
+              "turns", "finished", "completions.cut_thoughts", "keep", "routed_experts"))
 def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: Environment,
              environment_settings: dict | None = None, group_size: int = 1, max_turns: PositiveInt = 4,
              max_new_tokens: PositiveInt | None = None, max_tokens: PositiveInt = 1024,

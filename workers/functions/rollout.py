@@ -17,7 +17,7 @@ _LONGEST_TAG = 16  # tokens of a tag that opens thoughts, with line ends behind 
 
 
 @node(type="MODEL_INFERENCE", samples=True,
-      writes=("greedy_responses", "greedy_completions", "greedy_cut_thoughts"))
+      writes=("greedy_responses", "greedy_completions", "greedy_completions.cut_thoughts"))
 def greedy(engine: RoleEngines, prompts: Ragged, row: Tensor, *,
            max_new_tokens: PositiveInt | None = None) -> tuple[Ragged, list[str], Tensor]:
     """Generate the greedy answer to each prompt, as tokens and as text, and whether it was cut off within thoughts."""
@@ -40,8 +40,8 @@ def ask(engine: RoleEngines, *, template: Template, max_prompt_tokens: PositiveI
 
 
 @node(type="MODEL_INFERENCE", repeats="group_size", default_for="actor",
-      writes=("responses", "rollout_logprobs", "versions", "completions", "finished", "cut_thoughts",
-              "routed_experts"))
+      writes=("responses", "rollout_logprobs", "versions", "completions", "finished",
+              "completions.cut_thoughts", "routed_experts"))
 def generate(engine: RoleEngines, prompts: Ragged, row: Tensor, images: Ragged | None = None, *, group_size: int = 1,
              max_new_tokens: PositiveInt | None = None,
              ) -> tuple[Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Ragged]:

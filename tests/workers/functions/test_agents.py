@@ -43,7 +43,7 @@ print("much is said")
 print("nothing" if fate == "silent" else json.dumps({"reward": len(question)}))
 '''
 COLUMNS = ("prompts", "responses", "mask", "logprobs", "versions", "completions", "rewards", "turns", "finished",
-           "cut_thoughts", "keep")
+           "completions.cut_thoughts", "keep")
 
 
 @pytest.fixture(autouse=True)

@@ -86,7 +86,7 @@ class Moody(Echo):
         return Turn(f"{turn.observation} again {STARTED}", turn.done, turn.reward)
 '''
 COLUMNS = ("responses", "mask", "logprobs", "versions", "completions", "rewards", "turns", "finished",
-           "cut_thoughts", "keep")
+           "completions.cut_thoughts", "keep")
 
 
 @pytest.fixture(autouse=True)
