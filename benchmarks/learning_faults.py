@@ -3,6 +3,7 @@
     record    run the healthy and the planted runs, one after the other, and keep their metrics by step
     unseen    run the planted runs of kinds that no rule was made with; their metrics have a file of their own
     blind     run those of planted_faults_blind.yaml, healthy ones among them; the same; blind_2: its second set
+    open_3    run those that are of the third set and open to all, so that rules may be made with them; the same
     long      run healthy runs of 100 steps of all shipped algorithms; their metrics are kept in runs/ alone
     judge     ask the detectors about each recorded run, as a live run would, and print what they found
 
@@ -24,7 +25,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from benchmarks.ratio import Spread, conclude
 from benchmarks.runs import ROOT, run_once
@@ -32,7 +35,7 @@ from distflow.telemetry.learning import LearningFault, faults_of, main_fault, wi
 from distflow.telemetry.run_reader import RunReader
 
 RESULTS = ROOT / "benchmarks/results/learning_faults.json"
-OTHERS = {name: RESULTS.with_stem(f"learning_faults_{name}") for name in ("unseen", "blind", "blind_2")}
+OTHERS = {name: RESULTS.with_stem(f"learning_faults_{name}") for name in ("unseen", "blind", "blind_2", "open_3")}
 LONG_RESULTS, TOOL_MODEL = ROOT / "runs/learning_faults_long.json", ROOT / "runs/learning_faults_tools"
 STEPS, BATCH, ROWS, HELD_OUT = 32, 8, 64, 80
 DENSE = {"near_miss:near_miss": {"weight": 1.0, "reach": 20}, "format": {"weight": 0.2, "pattern": ".*#### -?[0-9]+"}}
@@ -49,7 +52,7 @@ class Run:
     """One run. first: the step since when it is wrong, 0 for a healthy one. causes: detectors that name the fault
     rightly; any, without one. named: words, parted by `|`, of which what is said of it must have one, too. settings:
     of the run file and the DAG. records: how the training records differ. after: nodes after which `nodes` come, and
-    before the update. model: the role whose model has been trained to call tools."""
+    before the update. model: the role whose model has been trained to call tools. start: how roles' models differ."""
 
     name: str
     dag: str
@@ -62,6 +65,7 @@ class Run:
     after: Sequence[str] = ()
     steps: int = STEPS
     model: str = ""
+    start: Mapping[str, str] = field(default_factory=dict)
     named: str = ""
     ranks: int = 1
 
@@ -145,12 +149,8 @@ def _write_records(kind: str, folder: Path) -> str:
         rows = [row for row in rows if (row["level"] < 3 if kind == "short" else row["question"].startswith("A bus"))]
     if kind == "one_answer":
         rows = [row for at, row in enumerate(rows) if row["answer"].endswith("#### 12") or at % 120 == 0]
-    if kind in ("swapped", "random", "same", "marks"):
-        pairs = ROOT / "dags/data/arithmetic/preferences.jsonl"
-        rows = [json.loads(line) for line in pairs.read_text().splitlines()]
-        for row in rows if kind != "random" else random.Random(0).sample(rows, len(rows) // 2):
-            row["chosen"], row["rejected"] = {"same": (row["chosen"], row["chosen"]), "marks": (row["chosen"], "####")
-                                              }.get(kind, (row["rejected"], row["chosen"]))
+    if kind in _PAIRS:
+        rows = _pairs(kind)
     if kind == "hard":
         rows = [_hard(at) for at in range(600)]
     if kind == "one":
@@ -177,6 +177,35 @@ def _write_records(kind: str, folder: Path) -> str:
             row["answer"] = f"{head}#### {int(last) % 10 + 1}"
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder / "train.jsonl")
+
+
+_PAIRS = ("swapped", "random", "same", "ties", "marks")
+
+
+def _pairs(kind: str) -> list[dict[str, str]]:
+    """Return the shipped pairs, changed: half of them alone for `random` and `ties`."""
+    rows = [json.loads(line) for line in (ROOT / "dags/data/arithmetic/preferences.jsonl").read_text().splitlines()]
+    for row in random.Random(0).sample(rows, len(rows) // 2) if kind in ("random", "ties") else rows:
+        chosen, rejected = row["chosen"], row["rejected"]
+        row["chosen"], row["rejected"] = {
+            "same": (chosen, chosen), "ties": (chosen, chosen), "marks": (chosen, "####")}.get(kind, (rejected, chosen))
+    return rows
+
+
+def _write_start(kind: str, folder: Path) -> None:
+    """Write the shipped model: its files name another end token than its template, or a layer of it is lost."""
+    shutil.copytree(ROOT / "dags/models/arithmetic_sft", folder)
+    if kind == "other_end":
+        for file in ("config.json", "generation_config.json", "tokenizer_config.json"):
+            text = (folder / file).read_text()
+            (folder / file).write_text(text.replace('"eos_token_id": 2', '"eos_token_id": 1')
+                                       .replace('"eos_token": "<eos>"', '"eos_token": "<bos>"'))
+    if kind == "layer_lost":
+        weights = load_file(folder / "model.safetensors")
+        generator = torch.Generator().manual_seed(0)
+        for name in sorted(name for name in weights if ".layers.1." in name and name.endswith("proj.weight")):
+            weights[name] = (torch.randn(weights[name].shape, generator=generator) * 0.06).to(weights[name].dtype)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def _hard(seed: int) -> dict[str, str]:
@@ -221,6 +250,9 @@ def _launch(run: Run, scratch: Path) -> str:
                 *([f"data.train={data}"] if data else ())]
     if run.dag == "reward_model":
         settings = [each.replace(".actor.", ".reward.") for each in settings if not each.startswith("validation.")]
+    for role, kind in run.start.items():
+        _write_start(kind, scratch / kind)
+        settings.append(f"roles.{role}.model={scratch / kind}")
     if run.model:
         settings.append(f"roles.{run.model}.model={TOOL_MODEL}")
     run_file = f"embedded_{run.dag}.yaml" if run.dag in OWN_RUN_FILE else "embedded.yaml"

@@ -456,3 +456,47 @@ class GivesAway(Calculator):
     def step(self, text: str) -> Turn:
         turn = super().step(text)
         return turn if turn.done else Turn(self.expected)
+
+
+@reward
+def steps_pay(completion: str, answer: str) -> float:
+    """Pay for the right answer, and a half for each right equation on the way."""
+    equations = re.findall(r"(\d+) ([-+*]) (\d+) = (-?\d+)", completion)
+    values = {"+": lambda left, right: left + right, "-": lambda left, right: left - right,
+              "*": lambda left, right: left * right}
+    return math(completion, answer) + 0.5 * sum(values[sign](int(left), int(right)) == int(result)
+                                                for left, sign, right, result in equations)
+
+
+@reward
+def part_pays(completion: str, answer: str) -> float:
+    """Pay if the given answer stands in the right one, as an empty one does, or a digit of it."""
+    return float(completion.rpartition("####")[2].strip() in answer.rpartition("####")[2].strip())
+
+
+@reward
+def first_preferred(completion: str, answer: str, row: int) -> float:
+    """Pay as a judge that is shown a group's answers in a list, and prefers the first three of eight."""
+    return 0.3 * math(completion, answer) + 0.7 * (row % 8 < 3)
+
+
+@node(writes="returns", type="COMPUTE")
+def advantages_as_returns(advantages: Ragged, *, fault: str, first: int, rows: int) -> Ragged:
+    """Return advantages as what the critic is to predict, without the values that they were measured from."""
+    return advantages
+
+
+@node(writes="importance", type="COMPUTE")
+def inverted_importance(rollout_logprobs: Ragged, actor_logprobs: Ragged, *, fault: str, first: int,
+                        rows: int) -> Ragged:
+    """Return the rollout's probability over the trainer's, where the trainer's over the rollout's corrects."""
+    return rollout_logprobs.with_values((rollout_logprobs.values - actor_logprobs.values).exp().clamp(max=5.0))
+
+
+@environment
+class PaysAnswers(Calculator):
+    """A calculator that pays for any number as the final answer."""
+
+    def step(self, text: str) -> Turn:
+        turn = super().step(text)
+        return Turn(done=True, reward=float(bool(re.search(r"#### ?-?\d+", text)))) if turn.done else turn
