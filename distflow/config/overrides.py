@@ -15,11 +15,13 @@ _OF_DAG = ("nodes", "imports")
 _WIDTH = 120  # of an override in messages, which may be a whole file's content
 _MOST_NESTED = 16  # names in a key; the longest of ours has seven
 _QUOTED = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 _OF_NODE = [field.alias or name for name, field in Node.model_fields.items()]
 
 
 def joined(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with overrides that the shell has split in one: `--set KEY = VALUE`."""
+    """Return the words of a command line with overrides that the shell has split in one, `--set KEY = VALUE`, and with
+    a `--set` before each of several: `--set KEY=VALUE KEY=VALUE`."""
     found, left = [], list(words)
     while left:
         found.append(left.pop(0))
@@ -27,6 +29,8 @@ def joined(words: Sequence[str]) -> list[str]:
             found[-1] += left.pop(0)
             if found[-1].endswith("=") and left and not left[0].startswith("--"):
                 found[-1] += left.pop(0)
+        if len(found) > 1 and found[-2] == "--set" and "=" in found[-1] and left and _OVERRIDE.match(left[0]):
+            left.insert(0, "--set")
     return found
 
 

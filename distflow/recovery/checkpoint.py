@@ -138,13 +138,14 @@ class Checkpoints:
             checksums = self._checksums(partial)
             self._run_on_first_rank(final, lambda: self._commit(final, {"step": step, **progress}, checksums))
         except (CheckpointException, CheckpointError, Superseded) as error:
+            room = _room(self.folder)
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)  # others may need the room
             # what a newer trainer took away looks like a broken disk
             self._run_on_first_rank(final, lambda: generations.require_newest(self.folder, self.generation))
             if not isinstance(error, CheckpointException):
                 raise
-            raise CheckpointError(f"{final} could not be written: {_first_error(error)}") from error
+            raise CheckpointError(f"{final} could not be written: {_first_error(error)}{room}") from error
 
     def _prepare(self, partial: Path) -> None:
         generations.require_newest(self.folder, self.generation)
@@ -351,6 +352,13 @@ def _remove(checkpoint: Path) -> None:
     """Rename a checkpoint and remove it: a kill on the way must not leave half of it under its own name."""
     if checkpoint.exists():
         shutil.rmtree(checkpoint.rename(checkpoint.with_suffix(".old")))
+
+
+def _room(folder: Path) -> str:
+    """Return how much room there is, as torch's writer does not say that a disk is full."""
+    with contextlib.suppress(OSError):
+        return f"; {shutil.disk_usage(folder).free >> 20} MiB were free there"
+    return ""
 
 
 def _first_error(error: CheckpointException) -> str:

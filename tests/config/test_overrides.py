@@ -3,7 +3,7 @@
 import pytest
 
 from distflow.config.load import load
-from distflow.config.overrides import given_value
+from distflow.config.overrides import given_value, joined
 from distflow.config.run import Run
 
 SUFFIX = " End with #### and the number. "
@@ -27,3 +27,9 @@ def test_set_takes_text_as_it_is(key, text, value):
 def test_set_keeps_what_looks_like_a_comment():
     assert load("grpo", None, [f"data.prompt_suffix={SUFFIX}"]).run.data.prompt_suffix == SUFFIX
     assert load("grpo", None, ["data.prompt_suffix = Now."]).run.data.prompt_suffix == "Now."
+
+
+@pytest.mark.parametrize("words", ["--set steps = 2 --set seed=3 --name a", "--set steps = 2 seed=3 --name a",
+                                   "--set steps=2 seed=3 --name a"])
+def test_set_takes_what_the_shell_has_split(words):
+    assert joined(words.split()) == ["--set", "steps=2", "--set", "seed=3", "--name", "a"]
