@@ -58,7 +58,7 @@ FAILED_AGAIN_ALONE = -m pytest --last-failed --last-failed-no-failures none --ma
 
 test: dev
 	$(BIN)/ruff check .
-	$(PYTEST) -n 4 -m "not run or smoke"
+	$(PYTEST) -n 6 -m "not run or smoke"
 
 # A real etcd for the tests that need one; they are skipped where it cannot be installed.
 etcd:

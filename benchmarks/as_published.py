@@ -7,7 +7,7 @@
                  rank 16
 
 Figures of others are theirs, on their hardware: `source` says which. With the tiny shape the same rows are drawn a
-sixteenth as long, which only shows that the parts run.
+64th as long, which only shows that the parts run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ THEIRS = {
 OF_PROJECT = {"nano-vllm": ["0.5B", "Qwen3-0.6B"], "prime-rl": ["Qwen3-0.6B", "Qwen3-4B"]}
 """Shapes that a project has published figures for."""
 _REQUESTS, _SHORTEST, _LONGEST, _WORDS, _TEMPERATURE = 256, 100, 1024, 10_000, 0.6
-_ROWS, _TINY = 4, 16
+_ROWS, _TINY = 4, 64
 _TINY_REQUESTS = 8
 
 

@@ -46,7 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("run")
     runs = Counter(item.path for item in items if item.get_closest_marker("run"))
     # Files with most whole runs come first, since they take minutes; or behind all others, where some may be left out.
-    items.sort(key=lambda item: (bool(MINUTES) and item.path in runs, -runs[item.path]))
+    # Of the others long ones do: so those that are the last to end are short.
+    length = {path: path.stat().st_size for path in {item.path for item in items}}
+    items.sort(key=lambda item: (bool(MINUTES) and item.path in runs, -runs[item.path], -length[item.path]))
 
 
 def pytest_collection() -> None:
@@ -87,6 +89,8 @@ class FailureNames:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "gpu":  # `make gpu` alone uses one: what else is shown holds on any machine
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        fork_server.share()
     if terminal := config.pluginmanager.get_plugin("terminalreporter"):  # not in a process that xdist starts
         config.pluginmanager.register(FailureNames(terminal))
 

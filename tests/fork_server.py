@@ -1,4 +1,6 @@
-"""The server from which tests fork their processes: it has imported what these need, so each costs milliseconds."""
+"""The server from which tests fork their processes: it has imported what these need, so each costs milliseconds. The
+processes that xdist starts share one.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
-from multiprocessing.forkserver import ensure_running
+from multiprocessing.forkserver import _forkserver  # pyright: ignore[reportAttributeAccessIssue]
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,20 @@ FORKED.set_forkserver_preload([
     "transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3_moe.modeling_qwen3_moe", "pytest", "hypothesis", "workers.engines.fsdp",
     "distflow.weights.publisher", "distflow.weights.puller"])
-_ENVIRONMENT = dict(os.environ)
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+"""Torch's store asks for the name of each peer. Of many questions at once some stay unanswered, for 5 s each."""
+_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # as `launch.py` has it
 """When tests are collected: the server keeps none of the variables that the test sets which is the first to need it."""
+_SHARED = "TESTS_FORK_SERVER"
+if address := os.environ.get(_SHARED):
+    _forkserver._forkserver_address, _forkserver.ensure_running = address, lambda: None
+    _forkserver._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)  # who has started it keeps it
+
+
+def share() -> None:
+    """Start the server for the processes that this one is about to start."""
+    _forkserver.ensure_running()
+    os.environ[_SHARED] = _forkserver._forkserver_address
 
 
 def fork_process(target: Callable[..., None], *arguments: Any, daemon: bool = False) -> ForkServerProcess:
@@ -33,7 +47,7 @@ def fork_process(target: Callable[..., None], *arguments: Any, daemon: bool = Fa
     own = dict(os.environ)
     try:
         _set_environment(_ENVIRONMENT)
-        ensure_running()
+        _forkserver.ensure_running()
     finally:
         _set_environment(own)
     process.start()

@@ -1,8 +1,8 @@
-"""A process that has torch and transformers loaded, and forks the ranks of runs: what takes seconds is done once. It
-forks the command line too, with torchrun and the ranks that this starts (`warm.py`).
+"""A process of the fork server's, which forks the ranks of runs: what takes seconds is loaded once. It forks the
+command line too, with torchrun and the ranks that this starts (`warm.py`).
 
 A rank is a process of its own with the environment that torchrun gives, in which `launch.py` runs as a script; nothing
-of distflow is loaded before. As torchrun does, its parent holds the store, and ends the others when one fails. What
+of distflow is loaded there. As torchrun does, its parent holds the store, and ends the others when one fails. What
 torchrun itself does is tested by runs that it starts (`harness.command`).
 """
 
@@ -16,13 +16,13 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import IO, Any, NoReturn
 
-from warm import become
+from fork_server import fork_process
+from warm import become, forget_parent
 
 SCRIPT = Path(__file__).resolve().parents[1] / "distflow" / "launch.py"
 _GRACE = 30.0
@@ -68,8 +68,7 @@ class Ready:
     def __init__(self) -> None:
         self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self.process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno())],
-                                            env={**os.environ, "OMP_NUM_THREADS": "1"}, pass_fds=[theirs.fileno()])
+            self.process = fork_process(serve, theirs)
         atexit.register(self.line.close)
 
     def start(self, ranks: int, arguments: tuple[str, ...], folder: Path, environment: dict[str, str], out: int,
@@ -157,6 +156,8 @@ def load() -> None:
 
 def serve(line: socket.socket) -> None:
     """Jobs until the tests are over. A rank leaves by the `SystemExit` of its script, as any process does."""
+    forget_parent()
+    load()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         job, descriptors, _, _ = socket.recv_fds(line, _LONGEST, 3)
@@ -238,8 +239,3 @@ def wait_for(ranks: list[int]) -> bool:
                 for process in left.values():
                     os.kill(process, signal.SIGTERM)
     return good
-
-
-if __name__ == "__main__":
-    load()
-    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 _PYTHON, _OPTIONS = sys.executable, ("-P", "-u")
 _LOADED_AGAIN = ("distflow", "planners", "workers", "benchmarks")
 _LIBRARY = [place for place in sys.path
-            if place not in {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}]
+            if place not in {*map(str, Path(__file__).parents), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}]
 """Where Python finds packages, whatever the folder and PYTHONPATH of a command."""
 _fork_exec = subprocess._fork_exec  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -57,7 +57,7 @@ def fork_or_execute(words: list[Any], executables: tuple[bytes, ...], close: boo
     if process := os.fork():
         return process
     try:
-        _forget_parent()
+        forget_parent()
         for number, given in enumerate((stdin, stdout, stderr)):
             if given != -1:
                 os.dup2(given, number)
@@ -110,7 +110,7 @@ def become(line: list[str]) -> NoReturn:
         _leave(sys.exc_info()[1])
 
 
-def _forget_parent() -> None:
+def forget_parent() -> None:
     """Undo what a process keeps over a fork and not over an execution: work at its end, signal handlers, modules."""
     weakref.finalize._registry.clear()  # pyright: ignore[reportAttributeAccessIssue]
     weakref.finalize._registered_with_atexit = False  # pyright: ignore[reportAttributeAccessIssue]

@@ -77,8 +77,8 @@ def test_requests_are_those_that_nano_vllm_draws():
 
 
 @pytest.mark.parametrize(("project", "parts"), [("nano-vllm", ["requests"]),
-                                                 ("prime-rl", ["rows of 512", "rows of 1024", "rows of 1024, RL",
-                                                               "rows of 4096, RL"])])
+                                                 ("prime-rl", ["rows of 128", "rows of 256", "rows of 256, RL",
+                                                               "rows of 1024, RL"])])
 def test_rows_of_other_projects_are_measured(project, parts, capsys):
     gpu.main(["--as", project, "--device", "cpu", "--quick"])
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]

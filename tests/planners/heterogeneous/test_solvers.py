@@ -124,18 +124,19 @@ def test_a_search_keeps_only_forms_that_are_accepted(many):
 @pytest.mark.parametrize("has_samplers", [False, True])
 def test_the_same_seed_gives_the_same_answer(mixed_spec, has_samplers):
     problem = replace(problem_of(mixed_spec("ppo", "h200_a100")), has_samplers=has_samplers)
-    first, second = (list(search(problem, seed=7, budget=6000)) for _ in range(2))
+    first, second = (list(search(problem, seed=7, budget=3000)) for _ in range(2))
     assert first == second
     assert len(first) >= 3
 
 
 def test_the_search_is_any_time(mixed_spec):
     problem = problem_of(mixed_spec("ppo", "multi_region"))
-    seconds = [step.placement.seconds for step in search(problem, budget=8000) if step.placement]
+    steps = list(search(problem, budget=8000))
+    seconds = [step.placement.seconds for step in steps if step.placement]
     assert seconds == sorted(seconds, reverse=True)
     asked = iter([False, False, True])
     assert len(list(search(problem, stop=lambda: next(asked)))) == 3
-    assert searched(problem, quality=0.99).evaluations < searched(problem, budget=8000).evaluations
+    assert searched(problem, quality=0.99).evaluations < steps[-1].evaluations
 
 
 def test_the_budget_is_kept(mixed_spec):
@@ -166,13 +167,12 @@ def test_what_trains_one_role_stays_together():
     assert len(groupings(problem)) == 5
 
 
-@pytest.mark.parametrize("freedom", [Freedom(groupings=(((0, 1, 2),),)), Freedom(assignment=False),
-                                     Freedom(cuts=(frozenset({(1, 1)}),) * 3), Freedom(balance=False)])
-def test_less_freedom_is_never_better(mixed_spec, freedom):
+def test_less_freedom_is_never_better(mixed_spec):
     problem = problem_of(mixed_spec("grpo", "multi_region"))
     free = searched(problem, budget=8000).placement.seconds
-    bound = searched(replace(problem, freedom=freedom), budget=8000).placement.seconds
-    assert bound >= free * 0.98
+    for freedom in (Freedom(groupings=(((0, 1, 2),),)), Freedom(assignment=False),
+                    Freedom(cuts=(frozenset({(1, 1)}),) * 3), Freedom(balance=False)):
+        assert searched(replace(problem, freedom=freedom), budget=8000).placement.seconds >= free * 0.98, freedom
 
 
 def test_many_works_are_grouped_by_drawing():
