@@ -30,6 +30,13 @@ _OF_UNITS = ("^", "2", "3", "{", "}", "/", "per", r"\%")
 _FUNCTION = re.compile(r"[A-Za-z]\([a-z]\)")
 _INFINITY = Expression("symbol", value=r"\infty")
 _ROMAN = re.compile("[IVX]+")
+_MONTHS = ("january", "february", "march", "april", "may", "june", "july", "august", "september", "october", "november",
+           "december")
+_DATES = [re.compile(pattern) for pattern in (
+    r"(?P<y>[0-9]{4})(?:-|\s*年\s*)(?P<m>[0-9]{1,2})(?:-|\s*月\s*)(?P<d>[0-9]{1,2})\s*日?",
+    r"(?P<m>[a-z]{3,9})\.?\s+(?P<d>[0-9]{1,2})(?:st|nd|rd|th)?(?:,?\s+(?P<y>[0-9]{4}))?",
+    r"(?P<d>[0-9]{1,2})(?:st|nd|rd|th)?\s+(?:of\s+)?(?P<m>[a-z]{3,9})\.?(?:,?\s+(?P<y>[0-9]{4}))?")]
+_SLASHED = re.compile(r"[0-9]{1,2}([/.])[0-9]{1,2}\1[0-9]{4}")
 _DEEPEST = 40  # brackets in each other
 _MOST_ITEMS = 60
 _MOST_SIGNS = 4  # `±` in one expression
@@ -52,12 +59,29 @@ class Answer:
 def parse_whole(text: str) -> Answer | None:
     """Return the answer that a text is; None if any of it is not understood."""
     try:
+        if date := _date(text):
+            return Answer("words", text=date)
         given = _spread(tokens(text))
         if max(itertools.accumulate(map(_step, given)), default=0) > _DEEPEST:
             return None
         return _answer(given)
     except NotUnderstood:
         return None
+
+
+def _date(text: str) -> str:
+    """Return a date as year-month-day, or where its order is not known as it is written; "" if a text is none."""
+    plain = re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}|[\\$]", r"\1", text).strip(" .").lower()
+    for pattern in _DATES:
+        if found := pattern.fullmatch(plain):
+            given = {"y": "", **found.groupdict(default="")}
+            month = given["m"] if given["m"].isdigit() else str(_month(given["m"]))
+            return "-".join(part.lstrip("0") for part in (given["y"], month, given["d"])) if month != "0" else ""
+    return re.sub(r"\b0", "", plain).replace(".", "/") if _SLASHED.fullmatch(plain) else ""
+
+
+def _month(name: str) -> int:
+    return next((index for index, month in enumerate(_MONTHS, 1) if len(name) > 2 and month.startswith(name)), 0)
 
 
 def readings(text: str) -> list[Answer]:
@@ -163,10 +187,18 @@ def _same_order(wanted: Answer, given: Answer) -> bool:
 def _same_ratio(wanted: Answer, given: Answer) -> bool:
     if wanted.text and given.text:
         halves = [answer.text.removeprefix("time").strip() for answer in (wanted, given)]
-        return _same_in_order(wanted, given) and (halves[0] == halves[1] or "" in halves)
+        hours = [{_hour(answer), _hour(answer, half)} for answer, half in zip((wanted, given), halves)]
+        alike = halves[0] == halves[1] or ("" in halves and hours[0] & hours[1])
+        return bool(alike) and same(wanted.parts[1], given.parts[1]) and bool(hours[0] & hours[1])
     crossed = [[Expression("*", (part.node, other.parts[0].node)) for part in answer.parts if part.node]
                for answer, other in ((wanted, given), (given, wanted)) if other.parts[0].node]
     return len(wanted.parts) == len(given.parts) and len(crossed) == 2 and all(map(equal, *crossed))
+
+
+def _hour(time: Answer, half: str = "") -> int:
+    """Return the hour of a time, of 24 where its half of the day is known."""
+    hour = int(time.parts[0].node.value) if time.parts[0].node else 0
+    return hour % 12 + 12 * (half == "pm") if half else hour
 
 
 def _same_digits(wanted: Answer, given: Answer) -> bool:
@@ -408,8 +440,8 @@ def _single(given: list[Token]) -> Answer:
     if len(given) == 1 and given[0].kind == "word" and len(given[0].text) > 1 and given[0].text.isupper():
         return Answer("words", text=given[0].text)
     bare = _without_units(given)
-    unit = " ".join(token.text.strip() for token in given[len(bare) :]
-                    if token.kind in ("text", "word") or token.text == "/")
+    unit = " ".join(token.text.strip() for token in given[len(bare) :] if token.text not in (r"\%", r"\degree"))
+    unit = re.sub(r" \^(?: \{)? ([23])(?: \})?", lambda power: {"2": " sq", "3": " cu"}[power[1]], unit)
     text = "".join(texts) if all(token.kind in ("word", "text") for token in given) else ""
     values = _without_signs(_without_degrees(expression(bare)))
     found = [Answer("value", node=value, text=text, unit=unit) for value in values]

@@ -41,16 +41,22 @@ Criteria:
 {criteria}
 
 End with one line for each criterion, in their order, as  1: yes  or  1: no"""
-_VERDICT = re.compile(r"^\W*(?:criterion\s+)?(\d+)\W*[:：.)|=–—-]\W*(yes|no)\b", re.IGNORECASE | re.MULTILINE)
+_VERDICT = re.compile(
+    r"(?:^|[,;{])\W*(?:criterion\s+)?(\d+)\W*[:：.)|=–—-]\W*?(?:(yes)\b|no\b|(?:(true|met|ja|是|✅)|(?:false|not met|"
+    r"nein|否|不是|❌))(?=[^\w,;\n]*(?:$|[,;])))(?!\s*(?:and|or|/)\s)", re.IGNORECASE | re.MULTILINE)
+"""The number of a criterion, and in one of two groups the word that says yes; neither where it says no."""
 _MARKUP = re.compile(r"[*_`#>|]|\\[()\[\]]|\$")
 _BOX = re.compile(r"\\boxed\s*\{([^{}]*)\}|\[\[([^\[\]]*)\]\]")
 _CELL = re.compile(r"(?<!/)\b(score|rating|grade)[*_]*\s*(?:->|[>|]|[-–—](?=\s))", re.IGNORECASE)
 """Name of a score in a tag, or before the bar of a table, an arrow or a dash: read as `Score:`."""
-_NUMBER = (r"([-+]?\d+(?:[.,]\d+)?)(?:\s*(?:/|out\s+of)\s*(\d+(?:\.\d+)?)|\s*(%))?"
+_NUMBER = (r"([-+]?(?:\d+(?:[.,]\d+)?|\.\d+))(?:\s*(?:/|out\s+of)\s*(\d+(?:\.\d+)?)|\s*(%))?"
            r"(?![\w/%]|[.,]\d|\s*(?:[-–]|(?:to|or)\s)\s*\d)")
 _SCORE = re.compile(
-    r"(?P<line>^\W*)?\b(?:(?:final|overall|total)\s+)?(?:score|rating|grade)[\"']?"
-    rf"\s*(?:[:：=]|\bis\b|\n|(?=[ \t]+[\d./%]+\s*$))\s*[\"'\[(]*{_NUMBER}", re.IGNORECASE | re.MULTILINE)
+    r"(?P<line>^\W*)?(?<![A-Za-z])(?:(?:(?:final|overall|total)\s+|最终|总)?(?:score|rating|grade|bewertung|punktzahl|"
+    r"puntuación|puntaje|calificación|[评得]分|分数|スコア|点数|점수)[\"']?(?:\s+for\s+[^.:\d\n]{1,40}(?=\sis\b))?"
+    rf"\s*(?:[(\[](?:out of )?[\d\s.–-]+[)\]]\s*)?(?:[:：=]|\bis\b:?|\n|(?=[ \t]+[\d./%]+\s*$))|(?:give|rate|award|"
+    rf"deserves|overall|verdict)\b[^.\d\n]{{0,30}}(?=\d+(?:\.\d+)?\s*(?:/|out of)))\s*[\"'\[(]*{_NUMBER}",
+    re.IGNORECASE | re.MULTILINE)
 _ALONE = re.compile(rf"\W*?{_NUMBER}\W*")
 _OBJECT = re.compile(r"(?:\A|```\w*\s)\s*(\[?\s*\{.*\})[\s\]]*(?:```\s*)?\Z", re.DOTALL)
 _JSON = json.JSONDecoder(strict=False)
@@ -181,7 +187,7 @@ async def rubric(completion: str, question: str, rubric: str = "", *,
     api = ModelAPI("judge", address, key_variable, seconds, attempts, cache, max_calls)
     reply = await _answer(api, filled, model, max_tokens, temperature)
     said = behind_thoughts(reply) or ""
-    verdicts = {int(number): verdict.lower() == "yes" for number, verdict in _VERDICT.findall(said)}
+    verdicts = {int(number): bool(yes or met) for number, yes, met in _VERDICT.findall(said)}
     if missing := [number for number in range(1, len(parts) + 1) if number not in verdicts]:
         raise ValueError(f"the judge gave no verdict on criterion {missing[0]} of {len(parts)}: {reply[-200:]!r}")
     for number, name in enumerate(named or (), 1):

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -25,13 +26,14 @@ _UNICODE = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
     "°": r"^\circ ", "±": r"\pm ", "∓": r"\mp ", "≈": r"\approx ", "√": r"\sqrt ", "θ": r"\theta ", "α": r"\alpha ",
-    "β": r"\beta ", "γ": r"\gamma ", "λ": r"\lambda ", "φ": r"\phi ", "²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}",
+    "β": r"\beta ", "γ": r"\gamma ", "λ": r"\lambda ", "φ": r"\phi ", "½": r"\frac{1}{2}",
     "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
     "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "⟨": r"\langle ", "⟩": r"\rangle "}
 
 FULL_WIDTH = {**{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}, ord("。"): ".", ord("、"): ",",
               0xFFE1: "£", 0xFFE5: "¥", 0xFFE6: "₩"}
 """Signs of East Asian texts and the ASCII signs that they mean, for `str.translate`."""
+_RAISED = re.compile("[⁻⁺]?[⁰¹²³⁴-⁹ⁿ]+")
 _HAN = r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]+"
 IDEOGRAPHS = re.compile(_HAN)
 
@@ -105,7 +107,7 @@ def tokens(text: str) -> list[Token]:
     """Return the tokens of a text; raise NotUnderstood if it is too long."""
     if len(text) > _LONGEST:
         raise NotUnderstood(f"more than {_LONGEST} characters")
-    text = text.translate(FULL_WIDTH)
+    text = _RAISED.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text.translate(FULL_WIDTH))
     for sign, to in _UNICODE.items():
         text = text.replace(sign, to)
     for pattern, to in _MARKUP:

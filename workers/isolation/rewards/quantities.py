@@ -12,9 +12,7 @@ _QUANTITIES = {
                "km kilometer kilometre kilometro 千米 公里 킬로미터 キロ キロメートル",
                "in inch inche 英寸 인치 インチ", "ft foot feet 英尺 피트 フィート", "yd yard",
                "mi mile 英里 마일 マイル"),
-    "area": ("平方毫米", "平方厘米 제곱센티미터 平方センチメートル", "平方分米", "平方米 제곱미터 平方メートル",
-             "平方千米 平方公里 제곱킬로미터 平方キロメートル", "ha hectare 公顷 公頃 헥타르 ヘクタール", "亩 畝",
-             "acre 英亩"),
+    "area": ("ha hectare 公顷 公頃 헥타르 ヘクタール", "亩 畝", "acre 英亩"),
     "mass": ("mg milligram 毫克 밀리그램 ミリグラム", "g gram gramme gramo 克 그램 グラム",
              "kg kilogram kilogramme kilogramo kilo 千克 公斤 킬로그램 キロ キログラム", "斤", "lb pound", "oz ounce",
              "ton tonne 吨 噸 톤 トン"),
@@ -24,9 +22,9 @@ _QUANTITIES = {
              "day dia jour 天 日 号 號 日間 일", "week semana semaine 周 週 星期 个星期 礼拜 週間 주 주일",
              "month mese 月 个月 個月 か月 ヶ月 カ月 월 달 개월", "year 年 年間 岁 歲 歳 才 년 세 살"),
     "half of the day": ("am", "pm"),
-    "volume": ("ml mL milliliter millilitre 毫升 立方厘米 밀리리터 ミリリットル 立方センチメートル", "cl", "dL",
-               "l L liter litre litro 升 立方分米 리터 リットル", "立方米 세제곱미터 立方メートル",
-               "gallon gal", "quart", "pint", "cup 杯 잔"),
+    "volume": ("ml mL milliliter millilitre 毫升 밀리리터 ミリリットル cm³ cc", "cl", "dL",
+               "l L liter litre litro 升 리터 リットル dm³",
+                "gallon gal", "quart", "pint", "cup 杯 잔"),
     "money": ("¥ yen yuan 元 圆 圓 块 塊 元钱 块钱 人民币 円 日元 엔 위안", "角 毛", "分",
               "cent penny pennie 美分 센트 セント",
               "$ dollar usd buck 美元 달러 ドル", "€ euro eur 欧元 歐元 유로 ユーロ",
@@ -34,7 +32,8 @@ _QUANTITIES = {
               "₽ ruble rouble 卢布", "₺ lira", "₫ dong", "₦ naira", "฿ baht 泰铢", "peso 比索"),
     "temperature": ("C celsius 摄氏度 섭씨", "F fahrenheit 华氏度"),
     "power": ("W watt 瓦 瓦特", "kW kilowatt 千瓦"),
-    "energy": ("J joule 焦耳", "kJ kilojoule", "calorie 卡", "kcal 千卡"),
+    "energy": ("J joule 焦耳", "kJ kilojoule", "cal calorie 卡", "kcal 千卡"),
+    "food": ("kcal calorie 千卡 大卡 卡",),
     "other": ("V volt 伏特", "N newton 牛顿", "Hz hertz 赫兹")}
 """Names of units by what they measure; those of one text are one unit. A plural `s` is left out."""
 _MEASURES = {name: {quantity: names for quantity, units in _QUANTITIES.items() for names in units
@@ -52,7 +51,8 @@ _ALSO_COUNTED = frozenset(["cup", "cups", *"块塊周角点點分분杯잔"])
 """Units that may also count things, people or points."""
 _SAYING = re.compile(r"(?:입니다|이다|이에요|예요|です|である|だ)\Z")
 _PER, _SPEEDS = re.compile(r"\s*(?:/|\bper\b|每)\s*"), {"mph": "mi/h", "kph": "km/h", "kmh": "km/h"}
-RATE = re.compile(rf"[^\W\d_]+{_PER.pattern}[^\W\d_]+")
+_POWER = re.compile(r"(?:(?P<two>(?:square|sq)\s+|平方|제곱)|(?P<three>(?:cubic|cu)\s+|立方|세제곱))?"
+                    r"(?P<base>.+?)(?P<tail>\s+(?:squared|sq)\b|\s+(?:cubed|cu)\b)?", re.IGNORECASE)
 _PLURAL = re.compile(r"(?!(?:unit|degree|percent|time|other|total)s\Z)[a-z]{2,}[^\Wsiu]s|people|children|(?:wo)?men")
 """Things that are counted, in English. Words that may stand for any unit are none."""
 SHORT_UNITS = frozenset(name for name in _MEASURES if name.isascii() and name.isalpha() and len(name) < 3)
@@ -68,7 +68,17 @@ NO_UNITS = frozenset([
 def is_unit(word: str) -> bool:
     """Return whether a word in an East Asian script is a unit, such as 元, 米每秒 and 个苹果."""
     stem = _SAYING.sub("", word)
-    return not stem or all(part in _MEASURES or _COUNTER.fullmatch(part) for part in stem.split("每"))
+    return not stem or all(_measures(part) or _COUNTER.fullmatch(part) for part in stem.split("每"))
+
+
+def _measures(name: str) -> dict[str, str]:
+    """Return the unit, by what it measures, of a name that may say `square` or `cubic`; `sq` and `cu` may follow it."""
+    if (found := _POWER.fullmatch(name)) and (mark := found["two"] or found["three"] or found["tail"]):
+        power = "²" if found["two"] or mark.strip().lower().startswith("sq") else "³"
+        base = {kind: f"{units.split()[0]}{power}" for kind, units in units_of(found["base"]).items() if units}
+        return next((_MEASURES[unit] for unit in base.values() if unit in _MEASURES),
+                    {f"{kind}{power}": unit for kind, unit in base.items()})
+    return _MEASURES.get(name, {})
 
 
 def units_of(word: str) -> dict[str, str]:
@@ -78,7 +88,7 @@ def units_of(word: str) -> dict[str, str]:
         above, below = map(units_of, parts)
         return {f"{one}/{other}": f"{above[one]}/{below[other]}" for one in above for other in below}
     names = [word, word.lower(), word.lower().removesuffix("s"), _SAYING.sub("", word)]
-    found = next((_MEASURES[name] for name in names if name in _MEASURES), {})
+    found = next(filter(None, map(_measures, names)), {})
     counted = _COUNTER.fullmatch(names[-1]) or (word.isascii() and _PLURAL.fullmatch(names[1]))
     counts = names[-1] in _ALSO_COUNTED or (not found and names[1] not in NO_UNITS and counted)
     return {**found, "number": ""} if counts else found
@@ -88,6 +98,7 @@ def differ(one: dict[str, str], other: dict[str, str]) -> bool:
     """Return whether two units are known and not the same, such as cm and m, or cm and kg. Two of money are compared
     as money: 块 and 角 may both count things, too. A rate may be named by what it is of: 5 km an hour are 5 km."""
     if ("/" in "".join(one)) != ("/" in "".join(other)):
-        return False
+        one, other = ({kind.partition("/")[0]: unit.partition("/")[0] for kind, unit in units.items()}
+                      for units in (one, other))
     both = one.keys() & other.keys()
     return bool(one and other) and not any(one[each] == other[each] for each in both & {"money"} or both)

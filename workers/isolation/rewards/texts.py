@@ -18,7 +18,7 @@ from distflow.telemetry.metrics import current
 from workers.isolation.rewards import behind_thoughts
 from workers.isolation.rewards.answers import SHORT_WORDS, parse_whole, readings, same, spelling
 from workers.isolation.rewards.latex import FULL_WIDTH, IDEOGRAPHS
-from workers.isolation.rewards.quantities import CURRENCIES, NO_UNITS, RATE, SHORT_UNITS, differ, is_unit, units_of
+from workers.isolation.rewards.quantities import CURRENCIES, NO_UNITS, SHORT_UNITS, differ, is_unit, units_of
 
 MARK = "####"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w])")
@@ -28,6 +28,8 @@ _VALUE = (rf"(?:[0-9]+\s+)?{_DIGITS}\s*/\s*[1-9][0-9]*|"
           rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,2}}(?![0-9]))?")
 _NUMBER = re.compile(rf"(?P<before>[^0-9]*?)(?P<sign>[-+]?)\s*[{CURRENCIES}]?\s*(?P<value>{_VALUE})(?P<after>[^0-9]*)")
 _REPEATING = re.compile(r"(-?)([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{?\s*([0-9]+)\s*\}?(\s*\\?%)?\.?")
+_GOES_ON = re.compile(r"\.([0-9]{0,20}?)(?:([0-9])\2\2+|([0-9]{2,9}?)\3+)(?:\.{3}|…|\\l?dots)")
+"""A decimal whose last digits repeat, as `0.333...`."""
 _IN_TEXT = re.compile(rf"(?<![0-9.])[-+]?(?:{_VALUE})")
 _NAME = re.compile(r"\s*[^\W\d_]\s*[=≈:]\s*")
 _BEFORE = re.compile(rf"[\w\s.,;:'’{CURRENCIES}&-]*[=≈]?\s*")
@@ -37,7 +39,7 @@ _OPERATOR = re.compile(r"\s[-/&]|[-/&](?:\s|$)|^&|^[-/](?![^\W\d_]{3})")
 _WORD = re.compile(r"[^\W\d_]+")
 _SHORT = SHORT_UNITS | frozenset([
     "a", "A", "I", "an", "at", "be", "by", "go", "he", "He", "if", "If", "in", "In", "is", "it", "It", "my", "of",
-    "on", "On", "per", "so", "So", "to", "To", "up", "us", "US", "we", "We"])
+    "on", "On", "per", "sq", "cu", "so", "So", "to", "To", "up", "us", "US", "we", "We"])
 """Words of one or two letters that may stand beside a number; others are the names of variables."""
 _LEADS = frozenset([
     "answer", "result", "total", "value", "sum", "cost", "price", "number", "solution", "is", "are", "was", "were",
@@ -63,10 +65,15 @@ _SAYS = re.compile(r".*(?:是|为|為|等于|等於|得|共|有|答案?|は|が|
 _TAIL = re.compile(r"\s+(?:is|was) (?:the|my) (?:(?:final|correct|right) )?answer$")
 _TEXT = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{[^{}]*\}")
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_COUNTS = _SCALES.keys() | {
-    "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
-    "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty", "thirty", "forty", "fifty",
-    "sixty", "seventy", "eighty", "ninety"}
+_ONES = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+_TEENS = ["ten", "eleven", "twelve", *(f"{name}teen" for name in (
+    "thir", "four", "fif", "six", "seven", "eigh", "nine"))]
+_TENS = [f"{name}ty" for name in ("twen", "thir", "for", "fif", "six", "seven", "eigh", "nine")]
+_COUNTS = dict(zip(["zero", *_ONES, *_TEENS, *_TENS], [*range(20), *range(20, 100, 10)]))
+_BELOW_100 = rf"(?:(?:{'|'.join(_TENS)})(?:[\s-](?:{'|'.join(_ONES)}))?|{'|'.join(['zero', *_TEENS, *_ONES])})"
+_BELOW_1000 = rf"(?:(?:{'|'.join(_ONES)}|a)\shundred(?:(?:\sand)?\s{_BELOW_100})?|{_BELOW_100})"
+_COUNTED = re.compile(
+    rf"{_BELOW_1000}(?:\s(?:thousand|million|billion)(?:(?:\sand)?\s{_BELOW_1000})?)*(?![\w-]|\sof\b)", re.IGNORECASE)
 _PART = r"(?:\{\s*([-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))\s*\}|([0-9]))"
 
 
@@ -78,11 +85,21 @@ def _divided(braced: str, top: str, below: str, bottom: str) -> str:
     return f"{'-' if (parts[0] < 0) != (parts[1] < 0) else ''}{whole[0]}/{whole[1]}"
 
 
+def _ungrouped(found: re.Match[str]) -> str:
+    """Return a number without what groups its thousands; dots do where a comma or a second dot follows them."""
+    whole, part = found.groups()
+    if "." in whole and part is None and whole.count(".") < 2:
+        return found[0]
+    return re.sub(r"(?<=[0-9])[ '’_.]", "", whole) + (f".{part}" if part else "")
+
+
 _MARKUP = tuple((re.compile(pattern), to) for pattern, to in (
     (r"(?![0-9])\d", lambda found: str(unicodedata.digit(found[0]))),
     (r"[¼-¾⅐-⅞]", lambda found: f" {unicodedata.normalize('NFKC', found[0]).replace('⁄', '/')} "),
     (r"[−–]", "-"),
     (r"\{,\}", ","),
+    (r"\A([^\w.,]*[0-9]{1,3}(?:[ '’_.][0-9]{3})+)(?:,([0-9]{1,2}))?(?![0-9.,/ ]*[0-9/])", _ungrouped),
+    (r"(?<=10)[⁰¹²³⁴-⁹⁻]+", lambda found: f"^{{{unicodedata.normalize('NFKC', found[0]).replace('−', '-')}}}"),
     (r"\\!|\\left(?![a-z])|\\right(?![a-z])|\\displaystyle", ""),
     (r"(?<=[0-9])(?:\\,|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", ""),
     (r"\\(?:text\w*|math\w+|mbox|operatorname)\s*\{([^{}]*)\}", r" \1 "),
@@ -90,7 +107,8 @@ _MARKUP = tuple((re.compile(pattern), to) for pattern, to in (
     (r"\s*(?:\\times|\\cdot|×|\*)\s*10\s*\^\s*(?:\{\s*([-+]?[0-9]{1,2})\s*\}|([0-9]))(?![0-9])", r"e\1\2"),
     (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
     (r"\^\s*\{?\s*\\circ\s*\}?|\\degree\b|°", " degrees "),
-    (r"(?:(?<=[A-Za-z]{2})|(?<=[A-Za-z]{2}\.)|(?<=[\s0-9]m))\s*(?:\^\s*(?:[23]|\{[23]\})|[²³])", ""),
+    (r"(?:(?<=[A-Za-z]{2})|(?<=[A-Za-z]{2}\.)|(?<=[\s0-9/]m)|(?<=/[sh]))\s*(?:\^\s*(?:([23])|\{([23])\})|([²³]))",
+     lambda found: " sq" if (found[1] or found[2] or found[3]) in "2²" else " cu"),
     (r"\\approx", "≈"),
     (r"\\%", "%"),
     (r"\\\$|\\[()\[\],;: ]|\\quad|[$*_`~\"“”\u00a0\u2009\u202f]", " "),
@@ -118,11 +136,12 @@ class Number:
 def marked_answer(text: str) -> str | None:
     """Return what stands in the last `\\boxed{}` or behind the last `####`, whichever is later, of what follows the
     thoughts; within the last `<answer>`, where there is one, which is a mark itself. None without any."""
-    _, tag, inside = _without_thoughts(text).rpartition("<answer>")
-    if tag:
-        inside = inside.partition("</answer>")[0].strip()
+    said = _without_thoughts(text)
+    _, *tagged = re.split("<answer>", said, flags=re.IGNORECASE)
+    if tagged:
+        inside = re.split("</answer>", tagged[-1], maxsplit=1, flags=re.IGNORECASE)[0].strip()
         return inside if (marked := _marked(inside)) is None else marked
-    return _marked(inside)
+    return _marked(said)
 
 
 def _without_thoughts(text: str) -> str:
@@ -147,12 +166,15 @@ def read_number(text: str) -> Number | None:
     """
     if len(text) > _LONGEST:
         return None
-    if repeating := _REPEATING.fullmatch(text.strip().strip("$")):
+    bare = _GOES_ON.sub(lambda found: rf".{found[1]}\overline{{{found[2] or found[3]}}}", text.strip().strip("$ "))
+    if repeating := _REPEATING.fullmatch(bare):
         sign, whole, digits, again, percent = repeating.groups()
         period = Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(digits))
         value = Fraction(f"{whole or 0}.{digits or 0}") + period
         return Number(-value if sign else value, percent=percent is not None)
     plain = _TAIL.sub("", _without_remarks(_without_markup(text)).strip().rstrip(".,;: "))
+    if counted := _COUNTED.match(plain):
+        plain = f"{_counted(counted[0])}{plain[counted.end():]}"
     found = _NUMBER.fullmatch(_NEGATIVE.sub("-", plain))
     if any(sign.isnumeric() and not sign.isascii() for sign in IDEOGRAPHS.sub("", plain)):  # exponents, other digits
         return None
@@ -160,11 +182,23 @@ def read_number(text: str) -> Number | None:
         return None
     unit = _WORD.findall(found["after"].lower())
     scale = _SCALES.get(unit[0], 1) if unit else 1
-    if _COUNTS & set(unit[1 if scale > 1 else 0 :]):
+    if (_COUNTS.keys() | _SCALES) & set(unit[1 if scale > 1 else 0 :]):
         return None
     value = _value(found["value"]) * scale * (-1 if found["sign"] == "-" else 1)
     percent = found["after"].strip().startswith("%") or unit[:1] == ["percent"]
     return Number(value, "/" in found["value"], percent)
+
+
+def _counted(words: str) -> int:
+    """Return the number that words are, such as `forty-two` and `three hundred and five`."""
+    total = part = 0
+    for word in re.findall(r"[a-z]+", words.lower()):
+        part += _COUNTS.get(word, 0)
+        if word == "hundred":
+            part = max(part, 1) * 100
+        elif word in _SCALES:
+            total, part = total + max(part, 1) * _SCALES[word], 0
+    return total + part
 
 
 def reference_number(text: str) -> Number | None:
@@ -264,8 +298,8 @@ def _units_of(text: str) -> dict[str, str]:
         return units_of(currency[1])
     found = _NUMBER.fullmatch(_without_remarks(_without_markup(text)).strip().rstrip(".,;: "))
     after = found["after"].strip() if found else ""
-    words = [after] if RATE.fullmatch(after) else _WORD.findall(after) or [after]
-    return units_of(words[0]) if len(words) == 1 else {}
+    words = _WORD.findall(after)
+    return units_of(after) or (units_of(words[0]) if len(words) == 1 else {})
 
 
 def _value(text: str) -> Fraction:
@@ -276,13 +310,19 @@ def _value(text: str) -> Fraction:
     return sum(map(Fraction, before), Fraction(f"{top}/{rest.strip()}"))
 
 
+_AMOUNTS = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([^\W\d_]+)(?:[\s,]*\band\b|,)?")
 _LETTERS = re.compile(r"[A-Za-z]{2,3}")
 _SIGNS = re.compile(r"\A[^\w\s$\\(\[{.+−–-]+\s*")
-_ANSWER = re.compile(r"\b(?:answer|correct (?:option|choice))\b(?:\W{0,3}\b(?:is|was)\b)?[^\w$\\(\[{+.−–-]{0,3}"
-                     r"[\s*]*(?:(?:option|choice)\s+)?([^\s*:=].*?)\**\Z", re.IGNORECASE)
+_ANSWER = re.compile(
+    r"(?:\b(?:answer|correct (?:option|choice)|respuesta(?: correcta)?|r[ée]ponse(?: correcte)?|(?:richtige )?antwort|"
+    r"risposta(?: corretta)?|resposta(?: correta)?)\b(?:\W{0,3}\b(?:is|was|es|est|ist|è|é)\b)?|(?:答案|答え|正解|정답)"
+    r"(?:应该?)?[是为為はがは은는]?|(?<![不没])(?:故|[应應](?<!不.))[选選])[^\w$\\(\[{+.−–-]{0,3}[\s*]*(?:(?:option|choice)\s+)?([^\s*:=].*?)\**"
+    r"\s*(?:です|입니다|이다)?\Z", re.IGNORECASE)
 _FORMULA = re.compile(r"\$([^$]+)\$\**\Z|\\\(((?:[^\\]|\\[^()])+)\\\)\**\Z")
-_CHOICE = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice)\s+)?\(?([A-J])"
-                     r"(?:\)?[.)]\s+(?!(?:and|or)\b)((?:(?![.!?]\s|\s\(?[A-J]\)\s).)+)|\))?")
+_CHOICE = re.compile(
+    r"(?:(?i:option|choice|选项?|選項?)\s*[:：]?\s*\(?(?P<named>[A-Ja-j])\)?|\(?(?P<letter>[A-J]))"
+    r"(?:(?:\)?[.)]\s+|(?:\)?:|\s[-–—])\s(?=[A-Z]?[a-z]*\s[a-z]|[A-Za-z]{4,}))(?!(?:and|or)\b)"
+    r"(?P<behind>(?:(?![.!?]\s|\s\(?[A-J]\)\s).)+)|\s(?:because|since|as)\s.*|\)?[:项項]?)")
 """A letter of a choice, and one sentence that may stand behind it and names no other letter."""
 _LONG = re.compile(r"[-+]?[0-9.,]{1000,}")  # A number of so many digits is compared as text
 
@@ -384,7 +424,10 @@ def math(completion: str, answer: str, cut_thoughts: bool = False, *, strict: bo
 def _is_right(completion: str, reference: str) -> bool:
     wanted, given = _final_answers(completion, reference)
     marked = marked_answer(completion) is not None
-    said = [] if marked or given is None else spoken_answer(given)
+    if marked and _choices(wanted)[0] and not _choices(given or "")[0]:  # a formula in a box, before the letter
+        said = spoken_answer(_without_thoughts(completion))
+    else:
+        said = [] if marked or given is None else spoken_answer(given)
     return _equal(wanted, given or "", whole=not marked) or any(_equal(wanted, text) for text in said)
 
 
@@ -474,9 +517,16 @@ def _choices(text: str) -> tuple[str, str]:
         return "", ""
     plain = _without_markup(text).strip().rstrip(".")
     if named := _CHOICE.fullmatch(plain):
-        return named[1], named[2] or ""
+        return (named["named"] or named["letter"]).upper(), named["behind"] or ""
     letters = re.sub(r"[\s,()]|\band\b", "", plain)
     return letters if re.fullmatch("[A-J]{2,}", letters) and [*letters] == sorted({*letters}) else "", ""
+
+
+def _amounts(text: str) -> list[tuple[Fraction, dict[str, str]]]:
+    """Return the numbers of an amount in several units, as `1 hour 30 minutes`, each with its unit."""
+    plain = _without_markup(text).strip().rstrip(".")
+    found = _AMOUNTS.findall(plain) if len(plain) < 100 and re.fullmatch(rf"(?:{_AMOUNTS.pattern})+", plain) else []
+    return [(Fraction(number), units_of(unit)) for number, unit in found]
 
 
 @functools.lru_cache(maxsize=65536)
@@ -491,4 +541,17 @@ def _equal(wanted: str, given: str, whole: bool = False) -> bool:
     if _LETTERS.fullmatch(wanted.strip()) and _LETTERS.fullmatch(given.strip()):  # words, of which the factors of a
         return wanted.strip().casefold() == given.strip().casefold() in SHORT_WORDS  # product would have any order
     answer = parse_whole(given)
-    return answer is not None and any(same(reading, answer) for reading in readings(wanted))
+    return (answer is not None and any(same(reading, answer) for reading in readings(wanted))) or \
+        _is_amount(wanted, given)
+
+
+def _is_amount(wanted: str, given: str) -> bool:
+    """Return whether both are one number of one unit, which may be a single letter as in `5 m`."""
+    several = _amounts(wanted), _amounts(given)
+    if len(several[0]) == len(several[1]) > 1:
+        return all(one == other and units and named and not differ(units, named)
+                   for (one, units), (other, named) in zip(*several))
+    number, other = read_number(wanted), read_number(given)
+    units = _units_of(wanted), _units_of(given)
+    return number is not None and other is not None and other.answers(number, True) and all(units) and \
+        not differ(*units)

@@ -77,6 +77,12 @@ def test_judge_reads_and_clamps_its_score(server, said, expected):
     ('{"score": 8} and {"score": 2}', None), ('[{"score": 8}, {"score": 2}]', None), ('[{"score": 8}]', 0.8),
     ('{"score": 8}\n{"score": 2}', None), ('{"score": 8} and {"score": 8}', 0.8), ("As score: 8 or score: 2", None),
     ('```json\n{"score": 8}\n```\nor\n```json\n{"score": 2}\n```', None), ("Score: 8\nScore: 2", 0.2),
+    ("Bewertung: 8/10", 0.8), ("最终得分：**8**", 0.8), ("スコア：8", 0.8), ("Puntuación: 8", 0.8),
+    ("Score (0-10): 8", 0.8), ("Score [0–10]: 8", 0.8), ("Score (out of 10): 8", 0.8), ("Score is: .5", 0.05),
+    ("I'd give this an 8/10.", 0.8), ("Overall: 8/10", 0.8), ("Verdict: I rate it 8 out of 10", 0.8),
+    ("My score for this answer is 8.", 0.8),
+    ("Overall 3 of 8 claims are right", None), ("I cannot give it 8 points", None), ("It gives 2 and 8/10", None),
+    ("Score (0-10):", None), ("It may score for 8 reasons", None),
     ("[[3]] or [[8]]", None), ("The answer misuses `<think>` tags. Score: 3", 0.3),
     ("It opens with a <think> block and never ends it.\nScore: 8", 0.8), ("\n<think>Score: 10", None)])
 def test_judge_reads_scores_in_many_spellings(said, expected):
@@ -148,6 +154,21 @@ def test_rubric_weighs_criteria_that_are_met(server):
     text = server.requests[-1][2]["messages"][0]["content"]
     assert "Criteria:\n1. good\n2. bad\n" in text
     assert grade(server, "SAY<Well.\n**1**: Yes\n- 2) no, since>", own) == 0.75
+
+
+@pytest.mark.parametrize(("said", "expected"), [
+    ("1: yes, 2: no", 0.75), ('{"1": "no", "2": "yes"}', 0.25), ("1: met\n2: not met", 0.75),
+    ("1: true\n2: false", 0.75), ("1: ✅\n2: ❌", 0.75), ("1：是\n2：否", 0.75), ("1: Nein\n2: Ja", 0.25),
+    ("1. True claims only\n2: no", None),
+    ("1: yes or no\n2: no", None), ("1: not yes\n2: no", None), ("1: yesterday\n2: no", None),
+    ("1: 是不是\n2: no", None)])
+def test_rubric_reads_verdicts_in_other_words(server, said, expected):
+    own = json.dumps([{"criterion": "good", "weight": 3}, {"criterion": "bad"}])
+    if expected is None:
+        with pytest.raises(ValueError, match="no verdict on criterion 1 of 2"):
+            grade(server, f"SAY<{said}>", own)
+    else:
+        assert grade(server, f"SAY<{said}>", own) == expected
 
 
 @pytest.mark.parametrize(("completion", "row", "error", "match"), [
