@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
@@ -20,6 +21,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -41,6 +43,8 @@ from workers.engines.vision import ImageProcessor, LibraryProcessor, attach_imag
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*",
                     "merges.txt", "*.model", "tekken.json", "additional_chat_templates/*")
+_CLASSES = ('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
+"""Names of one class: transformers 5 writes the first, and version 4 knows the second alone."""
 _TABLES = ("masked_bias", "inv_freq", "causal_mask")
 """Ends of names of tensors that older files have of a layer, and that a model makes itself."""
 _WEIGHTS = {"dtype": "auto", "weights_only": True, "attn_implementation": "eager"}
@@ -71,9 +75,25 @@ def load_tokenizer(spec: Spec, model: Model) -> PreTrainedTokenizerBase:
     folder = source_folder(spec, model)
     if not folder:
         return _embedded_tokenizer(spec, model.takes_images)
-    tokenizer = _read(AutoTokenizer, folder)
+    tokenizer = read_tokenizer(folder)
     _require_end(tokenizer, folder)
     return tokenizer
+
+
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Read a tokenizer as its tokenizer.json has it. Some classes that tokenizer_config.json names build another one
+    from its vocabulary: LlamaTokenizerFast drops the blanks of a byte-level one (transformers#45701)."""
+    tokenizer, file = _read(AutoTokenizer, folder), folder / "tokenizer.json"
+    if not tokenizer.is_fast or not file.is_file():
+        return tokenizer
+    own = Tokenizer.from_file(str(file))
+    alike = all(_state(tokenizer.backend_tokenizer, part) == _state(own, part)
+                for part in ("normalizer", "pre_tokenizer", "model", "decoder"))
+    return tokenizer if alike else _read(PreTrainedTokenizerFast, folder)
+
+
+def _state(tokenizer: Tokenizer, part: str) -> bytes:
+    return getattr(getattr(tokenizer, part), "__getstate__", bytes)() or b""
 
 
 def known_ends(spec: Spec, model: Model | None) -> list[int]:
@@ -96,6 +116,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a tokenizer. Files that transformers has read and refuses to write are copied from where they are."""
     try:
         tokenizer.save_pretrained(folder)
+        file = folder / "tokenizer_config.json"
+        file.write_text(file.read_text(encoding="utf-8").replace(*_CLASSES), encoding="utf-8")
     except (ValueError, TypeError) as error:
         source = Path(tokenizer.name_or_path)
         if not source.is_dir():

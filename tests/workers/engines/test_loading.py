@@ -11,6 +11,8 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers_of_kinds import KINDS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distflow.config.dag import Role
@@ -21,7 +23,7 @@ from distflow.errors import InvalidInput
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.hf import HFRollout
-from workers.engines.loading import _load_folder, _read
+from workers.engines.loading import _load_folder, _read, read_tokenizer, save_tokenizer
 from workers.engines.vision import LibraryProcessor
 
 
@@ -153,3 +155,21 @@ def test_a_critic_needs_no_head_that_gives_tokens(tmp_path):
     save_file({f"model.{name}": tensor for name, tensor in model.model.state_dict().items()},
               tmp_path / "model.safetensors", {"format": "pt"})
     assert _load_folder(tmp_path, "value").score.out_features == 1
+
+
+@pytest.mark.parametrize("kind", ["chatml", "line_ends", "unigram", "zephyr"])
+@pytest.mark.parametrize("named", ["LlamaTokenizerFast", "Qwen2Tokenizer", "GPT2TokenizerFast"])
+def test_a_tokenizer_is_that_of_its_file_whatever_class_is_named(tmp_path, kind, named):
+    """transformers#45701: DeepSeek-R1-Distill-Llama names a class that drops blanks. marin#8163: version 4 of
+    transformers does not know the class that version 5 writes."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    KINDS[kind]().save_pretrained(tmp_path)
+    change(tmp_path / "tokenizer_config.json", tokenizer_class=named)
+    text = "What is 12 + 13?\n\n  It   is\t25. <|im_start|>user\nRépondez: 日本 🙂 I'm"
+    tokens = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    tokenizer = read_tokenizer(tmp_path)
+    save_tokenizer(tokenizer, tmp_path / "saved")
+    for each in (tokenizer, read_tokenizer(tmp_path / "saved")):
+        assert each(text, add_special_tokens=False)["input_ids"] == tokens
+        assert each.chat_template == KINDS[kind]().chat_template
+    assert "TokenizersBackend" not in (tmp_path / "saved/tokenizer_config.json").read_text()
