@@ -17,8 +17,9 @@ from distflow.data.dataset import Records
 
 _WHOLE, _SAMPLES, _SAMPLE = 2**24, 64, 2**16
 """Bytes up to which a file is read whole; of a longer one, how many samples of how many bytes are read."""
+HELD_OUT = "validation "
 DataFiles = dict[str, list]
-"""By path, [records, digest]; held-out sets are called `validation NAME`."""
+"""By path, [records, digest]; names of held-out sets begin with `HELD_OUT`."""
 
 
 def data_files(spec: Spec, training: Mapping[str, Records]) -> DataFiles:
@@ -29,7 +30,7 @@ def data_files(spec: Spec, training: Mapping[str, Records]) -> DataFiles:
     names = spec.run.validation.data if spec.run.validation else {}
     for name, records in open_validation_sets(spec).items():
         own = next(key for key, path in names.items() if path == name)
-        found[f"validation {own}"] = [len(records), _digest(spec, name)]
+        found[f"{HELD_OUT}{own}"] = [len(records), _digest(spec, name)]
     return found
 
 

@@ -20,7 +20,7 @@ import numpy
 import torch
 
 from distflow.data.batch import Batch, ColumnData
-from distflow.data.data_files import DataFiles, changes
+from distflow.data.data_files import HELD_OUT, DataFiles, changes
 from distflow.data.dataset import Record, Records, RequiredFields
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
 from distflow.plan import Layout
@@ -113,9 +113,12 @@ class Mixture:
     def __init__(self, sets: Sequence[Records], turns: Sequence[int], names: Sequence[str] = ()):
         """`turns`: of each dataset in a round."""
         self.sets, self.turns, self.names = sets, tuple(turns), tuple(names)
+        self.weights = self.turns
+        self.numbers = [*range(len(sets))]  # by which the order of each dataset is drawn
         self.shares = [count / sum(turns) for count in turns]  # of prompts, before they are rounded to turns
         self.starts = [0, *itertools.accumulate(map(len, sets))]
         self.since, self.taken = 0, [0] * len(sets)  # position of the first round; of each dataset before it
+        self.reweighed = False
         self.owed = [0.0] * len(sets)  # turns that each has had too few, since they are whole numbers
 
     def __len__(self) -> int:
@@ -131,11 +134,20 @@ class Mixture:
 
     def index(self, position: int, seed: int) -> int:
         """Return which record the stream has at a position."""
+        number = int(self._turn(position, seed)[-1])
+        taken = max(self.taken_before(position, seed)[number], 0)
+        return self.starts[number] + _shuffled_index(len(self.sets[number]), seed, taken, self.numbers[number])
+
+    def taken_before(self, position: int, seed: int) -> list[int]:
+        """Return how many records of each dataset the stream has before a position."""
+        order, rounds = self._turn(position, seed)[:-1], (position - self.since) // sum(self.turns)
+        return [taken + rounds * turns + int((order == number).sum())
+                for number, (taken, turns) in enumerate(zip(self.taken, self.turns))]
+
+    def _turn(self, position: int, seed: int) -> numpy.ndarray:
+        """Return the datasets of a position's round up to it."""
         round_, turn = divmod(position - self.since, sum(self.turns))
-        order = _order_of_turns(self.turns, seed, round_ + self.since)
-        number = int(order[turn])
-        taken = self.taken[number] + round_ * self.turns[number] + int((order[:turn] == number).sum())
-        return self.starts[number] + _shuffled_index(len(self.sets[number]), seed, taken, number)
+        return _order_of_turns(tuple(self.turns), seed, round_ + self.since)[: turn + 1]
 
     def reweigh(self, weights: Mapping[str, float], position: int, seed: int, batch: int) -> None:
         """Take by other weights from `position` on, in rounds of `batch`. The datasets that are named divide what they
@@ -146,10 +158,7 @@ class Mixture:
                                f"{did_you_mean(unknown[0], self.names, 'There are')}")
         if any(not (math.isfinite(weight) and weight >= 0) for weight in weights.values()):
             raise InvalidInput(f"weights of training sets must be numbers of at least 0: {weights}")
-        round_, turn = divmod(position - self.since, sum(self.turns))
-        order = _order_of_turns(self.turns, seed, round_ + self.since)[:turn]
-        self.taken = [taken + round_ * turns + int((order == number).sum())
-                      for number, (taken, turns) in enumerate(zip(self.taken, self.turns))]
+        self.taken, self.reweighed = self.taken_before(position, seed), True
         if any(weights.values()):
             both = [(share, weights.get(name)) for name, share in zip(self.names, self.shares)]
             free = sum(share for share, weight in both if weight is not None) / sum(weights.values())
@@ -159,12 +168,23 @@ class Mixture:
         self.owed = [each - turns for each, turns in zip(due, self.turns)]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"since": self.since, "taken": [*self.taken], "turns": [*self.turns], "shares": [*self.shares],
-                "owed": [*self.owed]}
+        return {**{name: getattr(self, name) for name in _MIXED}, "weights": self.weights}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.since, self.taken = int(state["since"]), [*state["taken"]]
-        self.turns, self.shares, self.owed = tuple(state["turns"]), [*state["shares"]], [*state["owed"]]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state of a mixture of the same datasets by the same weights."""
+        for name in _MIXED & state.keys():
+            setattr(self, name, state[name])
+
+    def follow(self, other: Mixture, places: Sequence[int | None], position: int, seed: int) -> None:
+        """Take each dataset from `position` on where another mixture's stream stands there. `places`: its place in the
+        other mixture; None for a new one."""
+        taken, new = other.taken_before(position, seed), itertools.count(max(other.numbers) + 1)
+        self.taken = [0 if place is None else taken[place] for place in places]
+        self.numbers = [next(new) if place is None else other.numbers[place] for place in places]
+        self.since = position
+
+
+_MIXED = {"since", "taken", "turns", "shares", "owed", "numbers", "reweighed"}
 
 
 def _whole_turns(shares: Sequence[float], due: Sequence[float], total: int) -> tuple[int, ...]:
@@ -202,7 +222,7 @@ class Dataloader:
             return Batch(torch.empty(0, dtype=torch.int64))
         ids = torch.arange(mine.start, mine.stop) + start
         columns = self._take_ahead(self._indices(ids))
-        if not (isinstance(self.records, Mixture) and self.records.since):  # nodes choose what comes next
+        if not (isinstance(self.records, Mixture) and self.records.reweighed):  # nodes choose what comes next
             indices = self._indices(ids + self.batch)
             self.ahead = indices, self.pool.submit(self._read_ahead, indices)
         return Batch(ids, {**columns, "group": ids})
@@ -246,7 +266,7 @@ class Dataloader:
                                "several:  data: {train: {easy.jsonl: 1, hard.jsonl: 1}}")
         means = {name: sum(total for total, _ in pairs) / max(sum(count for _, count in pairs), 1)
                  for name, pairs in sums.items()}
-        if sums or self.records.since:
+        if sums or self.records.reweighed:
             self.records.reweigh(means, self.position, self.seed, self.batch)
 
     def start_at(self, step: int) -> None:
@@ -293,22 +313,45 @@ class Dataloader:
         return _shuffled_index(len(self.records), self.seed, position)
 
     def state_dict(self) -> dict[str, Any]:
-        weights = {"mixture": self.records.state_dict()} if isinstance(self.records, Mixture) and self.records.since \
-            else {}
-        return {"position": self.position, **weights, **({"files": self.files} if self.files else {})}
+        mixture = {"mixture": self.records.state_dict()} if isinstance(self.records, Mixture) else {}
+        return {"position": self.position, **mixture, **({"files": self.files} if self.files else {})}
 
     def load_state_dict(self, state: dict[str, Any], new_pass: bool = True) -> None:
         """Load a state. `new_pass`: whether data with another number of records begins a new pass."""
         self.position, self.left_over = int(state["position"]), len(state.get("open", ()))
+        self._load_mixture(state)
         self._compare_files(state.get("files", {}), new_pass)
-        if isinstance(self.records, Mixture) and "mixture" in state:
-            self.records.load_state_dict(state["mixture"])
+
+    def _load_mixture(self, state: dict[str, Any]) -> None:
+        """Load where each training set stands. Of other sets or weights than the state's, each set that stays continues
+        where it stood, and says so."""
+        before, now = ({name: file for name, file in files.items() if not name.startswith(HELD_OUT)}
+                       for files in (state.get("files", {}), self.files))
+        homes, order = {str(file): name for name, file in before.items()}, [*before]
+        olds = [name if name in before else homes.get(str(file)) for name, file in now.items()]  # it may have moved
+        places = [None if old is None else order.index(old) for old in olds]
+        mixed = state.get("mixture", {"turns": [1]} if len(before) == 1 else {})
+        weights = mixed.get("weights") or mixed.get("turns")
+        mixture = self.records if isinstance(self.records, Mixture) else Mixture([self.records], [1])
+        alike = not weights or "weights" not in mixed or [*weights] == [*mixture.weights]
+        if alike and places == [*range(len(before))]:
+            mixture.load_state_dict(mixed)
+            self.records = mixture if "mixture" in state else self.records
+        elif before and weights:
+            other = Mixture([mixture.sets[0] for _ in before], weights)
+            other.load_state_dict(mixed)
+            mixture.follow(other, places, self.position, self.seed)
+            self.records = mixture
+            if events.current().rank == 0:
+                shares = ", ".join(f"{name} (weight {weight})" for name, weight in zip(before, weights))
+                events.show(f"note: the run began with other training sets or weights: {shares}. Each set that stays "
+                            "continues where it stood.")
 
     def _compare_files(self, before: DataFiles, new_pass: bool) -> None:
         """Say which files are others than those of the state, and where training continues. A single training set with
         another number of records may begin a new pass."""
         for name, resized, how in changes(before, self.files):
-            held_out = name.startswith("validation ")
+            held_out = name.startswith(HELD_OUT)
             if resized and not held_out and new_pass and not isinstance(self.records, Mixture):
                 self.position += -self.position % len(self.records)
             where = f"Training continues at record {self.position % len(self.records) + 1:,} of pass " \

@@ -76,6 +76,59 @@ def test_a_mixture_goes_on_where_it_stood_and_does_not_depend_on_ranks():
     assert step_of([mixed([5, 7], [2, 1], 6, seed=1)]) != steps[0]
 
 
+@pytest.mark.parametrize(("before", "now"), [
+    ({"a": 1, "b": 1}, {"a": 1, "b": 1}), ({"a": 1, "b": 1}, {"a": 3, "b": 1}), ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+    ({"a": 1, "b": 1}, {"a": 1, "b": 1, "c": 2}), ({"a": 1, "b": 2}, {"b": 1}), ({"a": 1}, {"b": 1, "a": 1}),
+    ({"a": 1, "b": 1}, {"c": 1, "b": 1}), ({"a": 1}, {"b": 1})])
+def test_a_mixture_of_other_sets_or_weights_continues_each_set_where_it_stood(before, now, capsys):
+    """accelerate#4195, ms-swift#10050: no record of a pass comes twice, and none is left out."""
+    first, drawn = resumable(before), {name: [] for name in SIZES}
+    for _ in range(5):
+        count(first, drawn)
+    state = json.loads(json.dumps(first.state_dict()))
+    for _ in range(2):
+        later = resumable(now)
+        later.load_state_dict(state)
+        assert ("other training sets or weights" in capsys.readouterr().out) == ([*before.items()] != [*now.items()])
+        begun = {name: len(records) for name, records in drawn.items()}
+        for _ in range(20):
+            count(later, drawn)
+        state = json.loads(json.dumps(later.state_dict()))
+        taken = {name: len(records) - begun[name] for name, records in drawn.items()}
+        assert all(abs(taken[name] - 60 * now.get(name, 0) / sum(now.values())) <= 4 for name in SIZES)
+        for name, size in SIZES.items():
+            for start in range(0, len(drawn[name]) - size + 1, size):
+                assert sorted(drawn[name][start : start + size]) == list(range(size)), "a pass has each record once"
+        before = now
+
+
+def test_a_set_in_another_folder_continues_where_it_stood(capsys):
+    first, later = resumable({"a": 1, "b": 1}), resumable({"a": 1, "b": 1})
+    steps = [first.next().ids.tolist() for _ in range(4)]
+    later.files = {f"/moved/{name}": file for name, file in later.files.items()}
+    later.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert [later._index(12 + row) for row in range(9)] == [first._index(12 + row) for row in range(9)]
+    assert len(steps) == 4
+    assert not capsys.readouterr().out
+
+
+SIZES = {"a": 7, "b": 11, "c": 5}
+
+
+def resumable(weights: dict[str, int]) -> Dataloader:
+    sets = [Numbers(SIZES[name]) for name in weights]
+    records = Mixture(sets, [*weights.values()], [*weights]) if len(sets) > 1 else sets[0]
+    return Dataloader(records, encode, 3, 5, 0, files={name: [SIZES[name], name] for name in weights})
+
+
+def count(loader: Dataloader, drawn: dict[str, list[int]]) -> None:
+    """Take a step's records, by the set that each is of."""
+    starts = loader.records.starts if isinstance(loader.records, Mixture) else [0]
+    for number in map(loader._index, loader.next().ids.tolist()):
+        place = max(place for place in range(len(loader.files)) if starts[place] <= number)
+        drawn[[*loader.files][place]].append(number - starts[place])
+
+
 def test_weights_may_change_after_each_step():
     """Records of a set go on where they stood, whole in each pass, and a restored loader goes on bit for bit."""
     sizes, batch = [7, 9, 5], 10
