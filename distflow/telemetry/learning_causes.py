@@ -1,10 +1,10 @@
 """Names the probable cause of a fault, by the run's settings and its other metrics.
 
-    USUAL    a setting, the range of runs that learn, what a value beyond it does, and which faults that explains
+    USUAL    a setting, the range of runs that learn, and what a value beyond it does
     CAUSES   faults, a reading that confirms their cause, the cause, and what to change
 
-A cause that a reading confirms comes before what a rule supposes. What changed when a fault began comes before
-settings, which are as they were before it.
+Facts of `learning_facts` come first, then what a reading confirms, then what a rule supposes. What changed when a fault
+began comes before settings, which are as they were before it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from distflow.telemetry.learning_facts import FACTS, IMITATION, PAID, Seen, role_of
 from distflow.telemetry.learning_series import (
     FIRST,
     RECENT,
@@ -26,20 +27,12 @@ from distflow.telemetry.learning_series import (
     number,
 )
 
-_LOSSES = frozenset({"kl_runs_off", "loss_spike", "entropy_explosion", "repetition", "reward_fell", "learning_rate",
-                     "both_answers_fall"})
-_OFF = _LOSSES | {"ratio_clipped", "entropy_collapse", "truncation", "answers_not_found", "no_signal", "held_out_falls"}
-_ALIKE = frozenset({"no_signal", "duplicated_samples", "entropy_collapse"})
-_RANDOM = _OFF - {"entropy_collapse"}
-_STILL = frozenset({"policy_stuck", "gradient_vanishes"})
-_OFTEN = frozenset({"ratio_clipped", "mismatch", *_LOSSES})
-
 
 @dataclass(frozen=True)
 class Usual:
     """A setting and its range in runs that learn. sure: beyond these a run learns nothing, or breaks. does: below it,
-    and behind `|` above it. fix: a usual value; default: a tenth of the bound. explains: detectors whose fault may
-    follow. of: what is compared with the range, in a `unit` if it is not in proportion to the setting."""
+    and behind `|` above it. fix: a usual value; default: a tenth of the bound. of: what is compared with the range, in
+    a `unit` if it is not in proportion to the setting."""
 
     setting: str
     low: float
@@ -47,7 +40,6 @@ class Usual:
     sure: tuple[float, float]
     does: str
     fix: str
-    explains: frozenset[str]
     of: Callable[[Series, str, str], float] = lambda _series, _key, text: number(text, math.nan)
     unit: str = ""
 
@@ -82,22 +74,17 @@ def _log(value: float) -> float:
     return math.log(max(value, 1e-12))
 
 
-def _role_of(key: str) -> str:
-    return key.split(".")[1]
-
-
 def _rate(series: Series, key: str, text: str) -> float:
     """Return a learning rate as that of a large policy's whole weights: adapters, critics and imitation bear ten times
     as much, models without a size in billions in their name fifty times."""
-    role = f"roles.{_role_of(key)}"
+    role = f"roles.{role_of(key)}"
     adapts = series.settings.get(f"{role}.lora.rank", "null") != "null"
-    judges = _role_of(key) != series.trained_role or bool(series.functions & _IMITATION)
+    judges = role_of(key) != series.trained_role or bool(series.functions & IMITATION)
     large = re.search(r"\d[bB]\b", series.settings.get(f"{role}.model.path", ""))
     return number(text, math.nan) / 10 ** (adapts + judges) / (1 if large else 50)
 
 
 _SAMPLING = {"generate", "converse"}
-_IMITATION = {"supervised_update", "reward_update", "distillation_update", "distillation_advantage"}
 
 
 def _adapter(series: Series, key: str, text: str) -> float:
@@ -146,59 +133,54 @@ def _clip(series: Series, key: str, text: str) -> float:
 USUAL = (
     Usual("roles.*.learning_rate", 1e-9, 1e-5, (1e-12, 1e-4),
           "updates are too small to change anything|each update is too large: the model is destroyed, not trained",
-          "", _OFF | _STILL | {"value_head"}, of=_rate),
+          "", of=_rate),
     Usual("roles.*.lora.alpha", 0.2, 16, (0.02, 100),
           "the adapter has no effect on the model|the adapter outweighs the model that it is added to", "32",
-          _OFF | _STILL, of=_adapter),
+          of=_adapter),
     Usual("roles.*.betas", 0.03, 1, (0.005, 1), "the optimizer follows gradients of hundreds of steps ago",
-          "[0.9, 0.95]", _OFF | _STILL, of=_beta(0), unit="of the gradient is new"),
+          "[0.9, 0.95]", of=_beta(0), unit="of the gradient is new"),
     Usual("roles.*.betas", 0, 0.2, (0, 0.5), "|the optimizer forgets how large gradients are, so that one outlier "
-          "moves all weights", "[0.9, 0.95]", _OFF, of=_beta(1), unit="of the squares is forgotten"),
-    Usual("roles.*.max_grad_norm", 0.01, 1e9, (1e-8, math.inf), "gradients are scaled down to nothing", "1.0", _STILL),
-    Usual("roles.*.warmup_steps", 0, 0.5, (0, 2), "|the learning rate never reaches its value", "20", _STILL,
+          "moves all weights", "[0.9, 0.95]", of=_beta(1), unit="of the squares is forgotten"),
+    Usual("roles.*.max_grad_norm", 0.01, 1e9, (1e-8, math.inf), "gradients are scaled down to nothing", "1.0"),
+    Usual("roles.*.warmup_steps", 0, 0.5, (0, 2), "|the learning rate never reaches its value", "20",
           of=_of_steps),
     Usual("roles.*.weight_decay", 0, 3e-4, (0, 1e-3), "|each step takes more than a thousandth of all weights, "
-          "which are gone before anything is learnt", "0", _OFF, of=_taken),
+          "which are gone before anything is learnt", "0", of=_taken),
     Usual("roles.*.generation.temperature", 0.4, 1.4, (0.05, 2),
           "a prompt gets the same answer again and again, and nothing is compared|completions are random", "1",
-          _ALIKE | _RANDOM | {"mismatch"}, of=_sampled),
+          of=_sampled),
     Usual("roles.*.generation.top_p", 0.5, 1, (0.1, 1), "only the likeliest tokens are sampled: answers hardly differ",
-          "1", _ALIKE, of=_sampled),
+          "1", of=_sampled),
     Usual("roles.*.generation.top_k", 5, math.inf, (1.5, math.inf),
-          "only the likeliest tokens are sampled: answers hardly differ", "0", _ALIKE, of=_tokens),
+          "only the likeliest tokens are sampled: answers hardly differ", "0", of=_tokens),
     Usual("roles.*.generation.min_p", 0, 0.3, (0, 0.8), "|only the likeliest tokens are sampled: answers hardly differ",
-          "0", _ALIKE, of=_sampled),
+          "0", of=_sampled),
     Usual("nodes.*.with.clip", 0.02, 1, (1e-3, 5), "the bound stops every update at once: nearly no token teaches "
-          "anything|nothing bounds how far a batch moves the policy", "0.2", _OFTEN | _STILL, of=_clip),
-    Usual("nodes.*.with.epochs", 1, 6, (1, 50), "|each batch is used for too many updates", "1", _OFTEN),
+          "anything|nothing bounds how far a batch moves the policy", "0.2", of=_clip),
+    Usual("nodes.*.with.epochs", 1, 6, (1, 50), "|each batch is used for too many updates", "1"),
     Usual("nodes.*.with.kl", 0, 0.5, (0, 5), "|the KL term outweighs what is earned: the policy is held where it is",
-          "0.001", _STILL | {"no_signal", "reward_fell", "loss_spike", "kl_runs_off"}),
+          "0.001"),
     Usual("nodes.*.with.entropy", 0, 0.05, (0, 0.2), "|the bonus outweighs the reward: the policy is paid for being "
-          "random", "0", _RANDOM),
-    Usual("nodes.*.with.gamma", 0.99, 1, (0.9, 1), "most tokens never hear of the reward at the end", "1.0",
-          _STILL | {"no_signal", "value_head"}),
+          "random", "0"),
+    Usual("nodes.*.with.gamma", 0.99, 1, (0.9, 1), "most tokens never hear of the reward at the end", "1.0"),
     Usual("nodes.*.with.centering", 0, 1, (0, 20), "|all scores are drawn to 0, so that none tells answers apart",
-          "0.01", _STILL),
+          "0.01"),
     Usual("nodes.*.with.beta", 0.005, 2, (5e-4, 20), "nothing holds the policy to its reference|the loss is saturated "
-          "by the smallest difference: the policy hardly moves", "0.1", _OFF | _STILL,
+          "by the smallest difference: the policy hardly moves", "0.1",
           of=_of_function("preference_update")),
     Usual("nodes.*.with.label_smoothing", 0, 0.3, (0, 0.4), "|labels count as wrong about as often as right, so that "
-          "pairs teach nothing", "0", _STILL),
+          "pairs teach nothing", "0"),
     Usual("nodes.*.with.k", 4, math.inf, (1.5, math.inf),
-          "the teacher shows too few tokens to learn a distribution from", "32",
-          frozenset({"teacher_tail", "entropy_collapse", "held_out_falls"}), of=_of_function("top_logprobs")),
+          "the teacher shows too few tokens to learn a distribution from", "32", of=_of_function("top_logprobs")),
     Usual("nodes.*.with.reward.math", 1e-9, math.inf, (0, math.inf),
-          "right answers cost: a weight below 0 has the wrong sign", "1.0",
-          frozenset({"no_signal", "held_out_falls", "reward_against_answers", "reward_fell"})),
-    Usual("staleness", 0, 8, (0, 64), "|samples are of policies that are long gone", "1",
-          _OFTEN | {"importance_lost", "held_out_falls"}),
+          "right answers cost: a weight below 0 has the wrong sign", "1.0"),
+    Usual("staleness", 0, 8, (0, 64), "|samples are of policies that are long gone", "1"),
 )
 
 
-def unusual(series: Series, detector: str = "") -> list[Odd]:
-    """Return the settings that are out of their usual range, the farthest first: all, or those that explain a fault."""
-    return sorted((odd for usual in USUAL if not detector or detector in usual.explains
-                   for odd in usual.beyond(series)), reverse=True)
+def unusual(series: Series) -> list[Odd]:
+    """Return the settings that are out of their usual range, the farthest first."""
+    return sorted((odd for usual in USUAL for odd in usual.beyond(series)), reverse=True)
 
 
 @detector(origin=Origin.DATA)
@@ -206,10 +188,6 @@ def unusual_setting(series: Series) -> Evidence | None:
     """A setting is so far from the usual that the run cannot learn."""
     sure = [odd for odd in unusual(series) if odd.sure] if len(series.steps) >= 3 else []
     return Evidence(series.steps[0], series.goal[0], sure[0].what, sure[0].does, sure[0].fix) if sure else None
-
-
-Seen = tuple[object, ...] | bool | None
-"""Values for the texts of a cause that a reading confirms; nothing where it does not."""
 
 
 class Cause(NamedTuple):
@@ -359,7 +337,6 @@ def _independent(series: Series, _since: int) -> Seen:
 
 
 _EARLY = 8  # first step of faults that the start of a run explains
-_PAID = "try the reward on a few completions of samples.jsonl, and change  nodes.reward.with.reward"
 _HELD, _SIGNAL, _STUCK = "held_out_falls", "no_signal", "policy_stuck"
 _FORMED = "answers_not_found no_signal truncation repetition entropy_explosion"
 CAUSES = (
@@ -376,14 +353,14 @@ CAUSES = (
     Cause(lambda series, _since: bool(series.deciding_part) and (series.deciding_part,),
           "right answers hardly count in the training reward{0}", "a smaller weight of that part", _HELD),
     Cause(_pays_others, "the reward pays wrong answers, too: {0:.0%} of the completions earn, and {1:.0%} are right",
-          _PAID, "no_signal held_out_falls reward_against_answers"),
+          PAID, "no_signal held_out_falls reward_against_answers"),
     Cause(_abstains, "a wrong answer costs {0:g} and none costs nothing: on problems that it may get wrong, no answer "
           "earns more, and the policy stops answering", "pay wrong and missing answers alike", _HELD),
     Cause(_read_all("prompt/same_answer", 0.5), "{0:.0%} of a step's prompts have the same answer, which the policy "
           "gives to everything", "data with other answers", _HELD),
     Cause(lambda series, _since: series.recent("reward/answer_correlation") < 0.8 and
           (series.recent("reward/answer_correlation"),), "the training reward pays for the wrong thing, at "
-          "least in part: its correlation with right answers is {0:.2f}", _PAID, _HELD),
+          "least in part: its correlation with right answers is {0:.2f}", PAID, _HELD),
     Cause(_again, "the model learns its few records by heart: each has been trained {0:.0f} times",
           "more records in  data.train , fewer steps, a lower rate", _HELD),
     Cause(_read_all("prompt/in_answer", 0.3), "{0:.0%} of the answers that are learnt repeat their question, so that "
@@ -400,12 +377,12 @@ CAUSES = (
           series.recent(series.reward) > 0.9, "the problems are too easy",
           "data of another difficulty, or a node `informative_groups` as dapo.yaml has it", _SIGNAL),
     Cause(_independent, "the reward does not depend on the completion: it reads the prompt or the record in its place, "
-          "or one verdict is kept for all samples of a prompt", _PAID, _SIGNAL),
+          "or one verdict is kept for all samples of a prompt", PAID, _SIGNAL),
     Cause(lambda series, _since: _right(series) > max(0.1, 2 * series.recent(series.reward)) and
           (_right(series),), "the reward does not find right answers: {0:.0%} of the completions give the record's",
-          _PAID, _SIGNAL),
+          PAID, _SIGNAL),
     Cause(_never_pays, "the reward does not find right answers: nothing has ever earned, and held-out answers earn "
-          "{0:.2g} by `{1}`", _PAID, _SIGNAL),
+          "{0:.2g} by `{1}`", PAID, _SIGNAL),
     Cause(lambda series, _since: bool(series.setting("roles.*.lora.rank")[1]) and not any(series.last("grad_norm", 4)),
           "the adapters get no gradient: both of their matrices are 0, or they are frozen or not in the loss",
           "how the adapters begin", _STUCK),
@@ -424,33 +401,41 @@ CAUSES = (
           series.setting_of_role("generation.max_new_tokens", math.inf) and (*most, 4 * number(most[1], 0.0)),
           "`{0}` is {1}, fewer tokens than a conversation takes", "{0}={2:.12g}", "truncation"),
     Cause(lambda series, _since: min(series.first("response/truncated", FIRST) or [0.0]) > 0.95,
-          "completions have not ended from the start: the model does not know this prompt's form, or ends with another "
-          "token than the sampler waits for", "the form that the model knows", "truncation"),
+          "completions have not ended from the start: the model does not know this prompt's form, or the end token "
+          "that the sampler waits for is not the one that the model writes", "the form that the model knows",
+          "truncation"),
     Cause(_own_form, "prompts have a form that the model does not know{0}", "the form that the model knows", _FORMED),
     Cause(_far_below_held_out, "the training problems {2}: training earns {0:.2g}, and held-out ones {1:.2g}",
           "compare a prompt of samples.jsonl with a held-out one (data.train, data.question, data.answer), and their "
           "rewards", "no_signal truncation"),
     Cause(lambda series, _since: max(series.last("reward/std", RECENT) or [1.0]) <= 1e-9 and
           series.recent(series.reward) > 0.1, "the reward function pays the same for every completion: an "
-          "error in it is taken for a verdict", _PAID, _SIGNAL),
+          "error in it is taken for a verdict", PAID, _SIGNAL),
     Cause(lambda series, _since: series.recent(series.reward) < 0.1, "hardly any completion earns anything: "
           "the problems are too hard, their reference answers are wrong, or the reward does not find what it looks for",
-          _PAID, _SIGNAL),
+          PAID, _SIGNAL),
 )
 
 
 def explained(series: Series, detector: str, seen: Evidence, symptom: bool) -> Evidence:
-    """Return evidence whose cause begins with what explains it: what changed then, unusual settings, other readings."""
-    odd = [each for each in unusual(series, detector) if symptom or each.fix.partition("=")[0] not in seen.remedy][:2]
-    found, changed = [], False
+    """Return evidence whose cause begins with what explains it, upstream first: what changed then, facts that no
+    healthy run has, unusual settings, other readings. At most three are told."""
+    if seen.sure:
+        return seen
+    odd = [each for each in unusual(series) if symptom or each.fix.partition("=")[0] not in seen.remedy][:2]
+    facts = [(each.alerts, fact) for each in FACTS if symptom and (fact := each.look(series))]
+    told = {sure: [(f"{fact.what[0].lower()}{fact.what[1:]}: {fact.cause}", fact.remedy)
+                   for alerts, fact in facts if bool(alerts) == sure] for sure in (True, False)}
+    changed, found = list[tuple[str, str]](), list[tuple[str, str]]()
     for cause in CAUSES:
         if (detector in cause.explains.split() if cause.explains else symptom) and \
                 (values := cause.when(series, seen.since)):
             values = values if isinstance(values, tuple) else ()
-            changed |= cause.when is _leap and seen.since > _EARLY  # settings were so before
-            found.append((cause.text.format(*values), cause.change.format(*values)))
+            first = cause.when is _leap and seen.since > _EARLY  # settings were so before
+            (changed if first else found).append((cause.text.format(*values), cause.change.format(*values)))
     if odd:
-        found.insert(changed, ("; and ".join(f"{each.what}, so that {each.does}" for each in odd),
-                               " , or  ".join(each.fix for each in odd)))
+        told[True].append(("; and ".join(f"{each.what}, so that {each.does}" for each in odd),
+                           " , or  ".join(each.fix for each in odd)))
+    found = [*changed, *told[True], *told[False], *found]
     causes, remedies = zip(*found[:2], (seen.cause, seen.remedy))
     return replace(seen, cause="; or ".join(causes), remedy=" , or  ".join(dict.fromkeys(remedies)), sure=bool(found))

@@ -231,7 +231,7 @@ class Series:
 _FORM = ("question", "answer", "targets", "drop_answer", "system_prompt", "prompt_suffix", "chat_template_kwargs")
 NO_PARTS = frozenset(f"reward/{name}" for name in (
     "mean", "std", "min", "max", "zero_std_groups", "kl", "overlong", "failed", "retried", "timeouts", "seconds",
-    "unanswered", "length_correlation", "answer_correlation", "inconsistent"))
+    "unanswered", "unanswerable", "length_correlation", "place_correlation", "answer_correlation", "inconsistent"))
 
 
 def number(text: str, usual: float) -> float:

@@ -355,7 +355,7 @@ READINGS = (
             "nodes.update.with.normalize=batch", most=0.01, steps=8, when=_rewards_differ),
     Reading("no_signal", DATA, "distillation/*", -1e-5, "Teacher and student agree from the start ({value:.1g} nats)",
             "the teacher is the student itself, or its log-probabilities are the student's", "the teacher's model:  "
-            "roles.teacher.model", most=1e-5, steps=RECENT, when=lambda series: len(series.steps) <= 8 and
+            "roles.teacher.model", most=1e-5, steps=1, when=lambda series: len(series.steps) == 1 and
             bool(series.known("distillation/reverse_kl") or series.known("distillation/divergence"))),
     Reading("end_untrained", UPDATE, "response/trained", -1.0, "Only {value:.0%} of the sampled tokens are trained",
             "`response_mask` leaves out most of what the policy wrote",

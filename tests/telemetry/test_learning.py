@@ -103,6 +103,55 @@ def test_each_fault_is_named_soon_and_since_its_first_step(detector, changed):
     assert found[detector].evidence.remedy
 
 
+SYNC = {"nodes.advantage.function": "group_advantage", "roles.actor.trained": "true"}
+ASYNC = SYNC | {"nodes.again.function": "logprobs", "nodes.again.role": "actor"}
+FILTERED = SYNC | {"nodes.fine.function": "overlong_penalty", "nodes.filter.function": "informative_groups",
+                   "nodes.filter.dependencies": '["fine"]'}
+PAIRS = SYNC | {"nodes.pairs.function": "labelled_pairs"}
+FRESH = SYNC | {"roles.actor.model.architecture": "qwen3"}
+
+
+@pytest.mark.parametrize(("changed", "settings", "detector", "cause"), [
+    ({"prompt__marked": 1.0}, SYNC, "data_lost", "changed places"),
+    ({}, FRESH, "unusual_setting", "untrained"),
+    ({}, {"roles.reward.trained": "true", "roles.reward.model.architecture": "qwen3", "roles.reward.freeze": '["m.*"]',
+          "nodes.update.function": "preference_update"}, "unusual_setting", "untrained"),
+    ({"policy__entropy": 1.4, "response__has_answer": 0.02}, SYNC, "unusual_setting", "not loaded"),
+    ({"validation__heldout": 0.0, "environment__turns": None}, SYNC | {"validation.reward": "my:boxed"},
+     "held_out_falls", "another form"),
+    ({"environment__told": 1.0}, SYNC, "leaking_prompts", "gives away"),
+    ({"reward__place_correlation": -0.6}, SYNC, "reward_against_answers", "position"),
+    ({"earned__right": 1.0, "earned__wrong_max": 1.0}, SYNC, "reward_against_answers", "wrong answers"),
+    ({"preference__better": 3.0}, PAIRS, "reference_differs", "not the model"),
+    ({}, FILTERED, "unusual_setting", "length penalty"),
+    ({"value__mean": 0.05, "value__loss": 0.1}, SYNC, "value_head", "another target"),
+    ({"importance__with_ratio": -0.02}, SYNC, "importance_lost", "inverted"),
+    ({"staleness__mean": 3.0, "policy__ratio": 1.0, "mismatch__unsampled": 0.0}, ASYNC | {"staleness": "4"},
+     "importance_lost", "recomputes"),
+])
+def test_a_fact_that_no_healthy_run_has_had_is_told_without_a_symptom(changed, settings, detector, cause):
+    found = {fault.detector: fault for fault in faults_of(steps_of(20, **changed), settings)}
+    assert cause in found[detector].evidence.cause
+    assert found[detector].step <= 16
+    kept: dict[str, Any] = {
+        "prompt__marked": 0.0, "environment__told": 0.2, "earned__right": 1.0, "earned__wrong_max": 0.3,
+        "importance__with_ratio": 0.02, "value__mean": 0.4, "value__loss": 0.1, "validation__heldout": 0.3}
+    assert faults_of(steps_of(20, **kept), SYNC | {"validation.reward": "my:boxed"}) == []
+
+
+@pytest.mark.parametrize(("changed", "settings", "cause"), [
+    ({"preference__length_correlation": 1.0}, PAIRS, "longer"),
+    ({"earned__right": 1.0, "earned__wrong": 0.0, "earned__wrong_max": 0.03, "earned__wrong_min": 0.0}, SYNC,
+     "small difference"),
+    ({"earned__right_min": 1.5, "earned__right_max": 2.0, "earned__wrong_max": 1.0}, SYNC, "beside the result"),
+    ({}, SYNC | {"roles.actor.freeze": '["model.*"]'}, "frozen"),
+])
+def test_a_symptom_is_explained_by_facts_before_what_its_rule_supposes(changed, settings, cause):
+    assert faults_of(steps_of(20, **changed), settings) == []
+    fault, *_ = faults_of(steps_of(20, **changed, response__truncated=0.9), settings)
+    assert cause in fault.evidence.probable
+
+
 def test_a_gradient_that_leaps_once_is_named_at_its_step():
     steps = steps_of(40, first=1000)
     steps[24]["grad_norm"] = 30.0

@@ -32,6 +32,7 @@ from workers.functions.rollout import cut_thoughts, fingerprint, note_lengths
 from workers.functions.trajectory import Recorded, Trajectory, digest_of, recorded_in, rows_of, text_of
 from workers.isolation.env_pool import EnvAnswer, EnvFailure, EnvSettings
 from workers.isolation.env_service import EnvClient, environments_for
+from workers.isolation.rewards.texts import marked_answer
 from workers.isolation.user_code import failure_streak_of
 
 _REASONS, _ROWS = 8, 20  # reasons of failure with an event in a step, and rows named in each event
@@ -274,6 +275,10 @@ def report_episodes(episodes: list[Trajectory], ids: Tensor, step: int, who: tup
     said = [answer.observation for episode in episodes for answer in episode.answers if answer.observation]
     metrics.mean("environment/error_answers", sum(_is_error(text) for text in said), len(said))
     metrics.mean("environment/same_answers", max(Counter(map(str, said)).values(), default=0), len(said))
+    told = [str(text).strip() == wanted for episode in episodes
+            if (wanted := marked_answer(episode.columns.get("answer", "")))
+            for text in [answer.observation for answer in episode.answers if answer.observation][:-1]]
+    metrics.mean("environment/told", sum(told), len(told))
     metrics.add("environment/timeouts", sum(failure.timeout for failure in failures))
     metrics.add("tokens", sum(len(piece.tokens) for episode in episodes for piece in episode.pieces if piece.sampled))
     if idle is not None:

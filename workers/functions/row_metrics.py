@@ -32,6 +32,10 @@ def report_rows(buffer: Databuffer) -> None:
         if isinstance(rewards, Tensor):
             _report_rewards(rewards.double(), group, responses, columns.get("advantages"))
             _report_parts(rewards.double(), group, columns.get("reward_parts"))
+        preference = columns.get("preference")
+        if isinstance(preference, Tensor) and isinstance(responses, Ragged):
+            current().mean("preference/length_correlation",
+                           *_correlation(preference.double(), responses.lengths.double(), group))
         if "completions" in columns and "answers" in columns:
             _report_right(columns, group, rewards)
         if isinstance(responses, Ragged) and isinstance(responses.values, Tensor):
@@ -47,6 +51,8 @@ def _report_rewards(rewards_B: Tensor, group: Tensor, responses: ColumnData | No
     """Report how rewards go with lengths and with advantages, among the rows of a prompt."""
     if isinstance(responses, Ragged) and len(responses) == len(group):
         current().mean("reward/length_correlation", *_correlation(rewards_B, responses.lengths.double(), group))
+    place_B = torch.arange(len(group), dtype=torch.float64)
+    current().mean("reward/place_correlation", *_correlation(rewards_B, place_B, group))
     of_rows_B = _of_rows(advantages)
     if of_rows_B is not None and len(of_rows_B) == len(group):
         current().mean("advantages/reward_correlation", *_correlation(rewards_B, of_rows_B, group))
@@ -85,6 +91,9 @@ def _report_right(columns: dict[str, ColumnData], group: Tensor, rewards: Column
     if isinstance(rewards, Tensor):
         lost_B = ~marked_B & (rewards <= rewards.min())
         current().mean_of("reward/unanswerable", lost_B)
+        for name, of_B in (("right", right_B > 0), ("wrong", marked_B & (right_B == 0))):
+            current().mean_of(f"earned/{name}", rewards.double()[of_B])
+            current().extremes_of(f"earned/{name}", rewards.double()[of_B])
     if not marked_B.all():
         return
     if isinstance(rewards, Tensor):
@@ -155,6 +164,7 @@ def _report_questions(columns: dict[str, ColumnData], group: Tensor) -> None:
     """Report how many prompts are the same as another of the step, or hold their own answer, and how many others have
     the most common one, too."""
     questions = dict(zip(group.tolist(), to_list(columns["questions"])))
+    current().mean("prompt/marked", sum(marked_answer(each) is not None for each in questions.values()), len(questions))
     current().mean("prompt/repeated", len(questions) - len(set(questions.values())), len(questions))
     if "answers" in columns:
         answers = dict(zip(group.tolist(), to_list(columns["answers"])))

@@ -79,6 +79,8 @@ class PolicyLoss:
         loss_S, ratio_S, clipped_S = self.surrogate(logprobs_S, columns["old"], columns["advantages"], lengths_B)
         if "importance" in columns:
             loss_S = loss_S * columns["importance"]
+            current().mean_of("importance/with_ratio", (columns["importance"] - columns["importance"].mean()) *
+                              (columns["old"] - columns["behaviour"]))
         if "high_entropy" in columns:
             loss_S = torch.where(columns["high_entropy"], loss_S, 0.0)
         metrics = current()

@@ -56,6 +56,7 @@ def test_answers_that_are_right_are_compared_with_rewards_and_preferences():
     assert found["response/has_answer"] == 0.5
     assert found["reward/answer_correlation"] == pytest.approx(-1)
     assert found["preference/worse_has_answer"] == 0.5
+    assert (found["earned/right"], found["earned/wrong"], found["earned/wrong_max"]) == (pytest.approx(0), 1, 1)
     unmarked = columns | {"answers": encode_text(["2"] * 6)}
     assert "response/has_answer" not in reported(**unmarked, rewards=REWARDS)
 
@@ -119,3 +120,13 @@ def test_prompts_that_are_twice_in_a_step_or_hold_their_answer():
 
 def test_rows_without_groups_report_nothing():
     assert reported(rewards=REWARDS) == {}
+
+
+def test_what_a_reward_follows_beside_answers():
+    columns = {"group": GROUP, "responses": tokens([1], [1, 2], [1, 2, 3], [1, 2], [1], [1, 2, 3])}
+    rewards = torch.tensor([0.0, 1, 2, 0, 1, 2])
+    assert reported(**columns, rewards=rewards)["reward/place_correlation"] == pytest.approx(1)
+    assert reported(**columns, preference=torch.tensor([-1, 0, 1, 0, -1, 1]))["preference/length_correlation"] == \
+        pytest.approx(1)
+    turned = {"group": GROUP, "questions": encode_text(["#### 2"] * 3 + ["1 + 1"] * 3)}
+    assert reported(**turned)["prompt/marked"] == 0.5

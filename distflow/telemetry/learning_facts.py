@@ -1,0 +1,219 @@
+"""Facts that no healthy run on record has had, which are known before or at a run's first steps: of its models, data,
+validation, rewards and DAG. What goes wrong later most probably follows from one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from distflow.telemetry.learning_series import (
+    RECENT,
+    Evidence,
+    Origin,
+    Series,
+    add_rule,
+    mean,
+    middle,
+    variance,
+)
+
+IMITATION = {"supervised_update", "reward_update", "distillation_update", "distillation_advantage"}
+PAID = "try the reward on a few completions of samples.jsonl, and change  nodes.reward.with.reward"
+Seen = tuple[object, ...] | bool | None
+"""Values for the texts of a fact or cause; nothing where it is none."""
+
+
+def role_of(key: str) -> str:
+    return key.split(".")[1]
+
+
+class Fact(NamedTuple):
+    """What no healthy run has had, and what follows from it. when: returns values for the texts. alerts: the detector
+    that says it without a symptom; "": it explains symptoms alone. origin: facts are told upstream first."""
+
+    origin: Origin
+    alerts: str
+    when: Callable[[Series], Seen]
+    what: str
+    does: str
+    change: str
+
+    def look(self, series: Series) -> Evidence | None:
+        values = self.when(series) if len(series.steps) >= RECENT else None
+        if not values:
+            return None
+        what, does, change = (text.format(*values if isinstance(values, tuple) else ())
+                              for text in (self.what, self.does, self.change))
+        return Evidence(series.steps[0], series.goal[0], what, does, change, sure=True)
+
+
+def _untrained_model(series: Series) -> Seen:
+    """Return the role that begins with random weights, where these are frozen, or nothing shows them what is right."""
+    key, _ = series.setting("roles.*.model.architecture")
+    role, shown = f"roles.{role_of(key)}", bool(series.functions & (IMITATION | {"preference_update"}))
+    kept = [f"`{role}.{name}`" for name in ("lora.rank", "freeze") if
+            series.settings.get(f"{role}.{name}", "null") not in ("null", "[]")]
+    if key.count("*") or not kept and (shown or role_of(key) != series.trained_role):
+        return None
+    return key, f", and {kept[0]} keeps most of them frozen" if kept else ", and rewards teach only what a model " \
+        "already does now and then"
+
+
+def _random_start(series: Series) -> Seen:
+    """Return the entropy of the first steps, if it is that of a model that does not know the task."""
+    entropy, usual = series.start("policy/entropy", RECENT), series.setting_of_role("generation.temperature", 1) <= 1.2
+    return entropy > 1 and usual and bool(series.known(series.reward)) and \
+        series.start("response/has_answer", RECENT) < 0.05 and (entropy,)
+
+
+def _scored_otherwise(series: Series) -> Seen:
+    """Return by which reward no held-out answer is right, though answers are right in training."""
+    by, held_out = series.settings.get("validation.reward", ""), [
+        value for name in series.known_names("validation/") for _, value in series.known(name)]
+    other = f"reward/{by.rpartition(':')[2]}" not in series.known_names("reward/")
+    return len(held_out) >= 2 and max(held_out) <= 0 and series.start("response/has_answer") > 0.1 and other and \
+        not series.known("environment/turns") and (by,)
+
+
+def _longer(series: Series) -> Seen:
+    found = series.start("preference/length_correlation", RECENT)
+    return "labelled_pairs" in series.functions and abs(found) > 0.9 and ("longer" if found > 0 else "shorter",)
+
+
+def _by_place(series: Series) -> Seen:
+    """Return how the reward goes with the place of a sample in its group, if that is no chance."""
+    found = [value for _, value in series.known("reward/place_correlation")]
+    certain = len(found) >= 8 and abs(mean(found)) > max(0.2, 6 * (variance(found) / len(found)) ** 0.5)
+    return certain and (mean(found),)
+
+
+def _wrong_pays(series: Series) -> Seen:
+    """Return what the best wrong answers and the right ones earn, if that is the same in most of the steps."""
+    most, right = dict(series.known("earned/wrong_max")), dict(series.known("earned/right"))
+    as_much = [step for step in right if most.get(step, -math.inf) >= right[step] > 0]
+    return len(right) >= 8 and len(as_much) > 0.3 * len(right) and (middle([most[step] for step in as_much]),
+                                                                    middle([right[step] for step in as_much]))
+
+
+def _counts_more(series: Series) -> Seen:
+    """Return from what to what right answers earn, and wrong ones at most, if the reward has one part and is no plain
+    verdict."""
+    low, high, wrong = (series.start(f"earned/{name}", 8) for name in ("right_min", "right_max", "wrong_max"))
+    return len(series.parts) <= 1 and high - low > 0.1 * high > 0 and (low, high, wrong)
+
+
+def _other_reference(series: Series) -> Seen:
+    """Return how much likelier than to the reference an answer is before anything is trained."""
+    first = [value for step, value in series.known("preference/better") if step == 1]
+    return bool(first) and abs(first[0]) > 0.05 and (first[0],)
+
+
+def _tiny_differences(series: Series) -> Seen:
+    """Return how far wrong answers differ, if that is next to nothing and yet decides groups without a right one."""
+    gap = series.start("earned/right") - series.start("earned/wrong")
+    apart = middle([high - low for (_, high), (_, low) in zip(series.known("earned/wrong_max"),
+                                                               series.known("earned/wrong_min"))])
+    return 0 < apart < 0.1 * gap and "group_advantage" in series.functions and (apart, gap)
+
+
+def _uncorrected(series: Series) -> Seen:
+    """Return how old samples are whose ratio is 1, whatever the policy has learnt since they were sampled."""
+    old, ratios = series.recent("staleness/mean", RECENT), series.last("policy/ratio", RECENT)
+    again = any(value == "logprobs" and series.settings.get(key.replace(".function", ".role")) == series.trained_role
+                for key, value in series.settings.items() if key.endswith(".function"))
+    return again and old > 0 and not series.known("importance/with_ratio") and len(series.steps) >= 8 and \
+        bool(ratios) and max(abs(value - 1) for value in ratios) < 1e-4 and (old,)
+
+
+def _filtered_late(series: Series) -> Seen:
+    """Return the node that fines answers before groups are filtered by what they earn."""
+    of = {series.settings[key]: key.split(".")[1] for key in series.keys("nodes.*.function")}
+    late, fine = of.get("informative_groups", ""), of.get("overlong_penalty", "")
+    after = late and f'"{fine}"' in series.settings.get(f"nodes.{late}.dependencies", "")
+    return bool(fine) and bool(after) and (late, fine)
+
+
+def _other_target(series: Series) -> Seen:
+    """Return what the critic says on average and what is earned, if it has learnt and both differ."""
+    gamma = min((series.number(key, 1.0) for key in series.keys("nodes.*.with.gamma")), default=1.0)
+    said, earned = series.recent("value/mean", 4), series.recent(series.reward, 8)
+    kept = series.number("roles.critic.learning_rate", 1e-5) > 1e-7
+    return len(series.steps) >= 16 and gamma >= 0.99 and kept and abs(said) < 0.4 * abs(earned) and \
+        abs(earned) > 0.1 and series.recent("value/loss") > 0 and said != 0 and (said, earned)
+
+
+def _all_told(series: Series) -> Seen:
+    told = series.start("environment/told", 8)
+    return told > 0.8 and (told,)
+
+
+def _swapped_fields(series: Series) -> Seen:
+    marked = series.start("prompt/marked", 3)
+    return marked > 0.5 and (marked,)
+
+
+def _frozen(series: Series) -> Seen:
+    """Return the setting that freezes parts of a trained role."""
+    key, value = next(((key, series.settings[key]) for key in series.keys("roles.*.freeze")
+                       if series.settings[key] != "[]"), ("", ""))
+    return bool(key) and (key, value)
+
+
+_TRAINED = "begin with a trained model (roles.*.model: PATH), as an sft run leaves one"
+FACTS = (
+    Fact(Origin.DATA, "data_lost", _swapped_fields, "{0:.0%} of the prompts hold the mark of a final answer (`####`)",
+         "questions and answers have changed places: the model learns to write questions",
+         "exchange  data.question  and  data.answer , or the fields of  data.train"),
+    Fact(Origin.DATA, "", _longer, "Nearly all chosen answers are {0} than the rejected ones",
+         "length alone tells them apart, and the model learns to write {0} ones, not better ones",
+         "pairs of like length in  data.train"),
+    Fact(Origin.DATA, "unusual_setting", _untrained_model, "`{0}` begins with random weights{1}",
+         "the model is untrained: it cannot learn the task from there", _TRAINED),
+    Fact(Origin.DATA, "unusual_setting", _random_start, "The policy begins with {0:.2g} nats of entropy and hardly a "
+         "right answer", "the starting model is not trained for this task, or some of its weights were not loaded",
+         f"the files of  roles.actor.model ; or {_TRAINED}"),
+    Fact(Origin.REWARD, "held_out_falls", _scored_otherwise, "`validation.reward` ({0}) pays for no held-out answer, "
+         "though right answers are given in training", "validation's reward reads another form of answers than the "
+         "training reward, so that its curve says nothing", "validation.reward: the reward of training"),
+    Fact(Origin.REWARD, "leaking_prompts", _all_told, "{0:.0%} of what tools answer at first is already the "
+         "final answer",
+         "the environment gives away the answer of the problem, whatever it is asked: nothing has to be solved",
+         "what the environment returns"),
+    Fact(Origin.REWARD, "reward_against_answers", _by_place, "Rewards follow the place of a sample in its group "
+         "(correlation {0:.2f})", "the position decides, not the answer, as with a judge that prefers what it is "
+         "shown first", "score each answer alone, or in an order by chance"),
+    Fact(Origin.REWARD, "reward_against_answers", _wrong_pays, "Some wrong answers earn {0:.3g}, and right ones "
+         "{1:.3g}", "the reward pays for wrong answers, too: what it pays beside a right result can be earned "
+         "without one", PAID),
+    Fact(Origin.REWARD, "", _counts_more, "Right answers earn from {0:.3g} to {1:.3g}, and wrong ones up to {2:.3g}",
+         "the reward counts something beside the result, such as steps, length or form, and more of it earns more than "
+         "to be right", PAID),
+    Fact(Origin.UPDATE, "reference_differs", _other_reference, "Before anything is trained, an answer is {0:.2g} nats "
+         "likelier to the policy than to its reference", "the reference is not the model that is trained",
+         "roles.reference: {{copy_of: actor}}"),
+    Fact(Origin.REWARD, "", _tiny_differences, "Wrong answers differ by {0:.2g} in what they earn, and right ones earn "
+         "{1:.2g} more", "such a small difference (of length, of form) counts fully where no answer of a group is "
+         "right, since advantages are divided by the deviation", "nodes.advantage.with.scale=false , or no such part"),
+    Fact(Origin.ADVANTAGE, "unusual_setting", _filtered_late, "Node `{0}` filters groups after `{1}` has fined "
+         "answers", "the length penalty makes rewards of a group differ, so that groups of wrong answers pass the "
+         "filter, and the shortest of these is learnt", "{0}: dependencies: [reward] , and `{1}` after it"),
+    Fact(Origin.ADVANTAGE, "value_head", _other_target, "Values are {0:.2g} on average, and rewards {1:.2g}",
+         "the critic learns another target than returns", "the node that writes `returns`"),
+    Fact(Origin.UPDATE, "importance_lost", lambda series: middle([value for _, value in series.known(
+         "importance/with_ratio")]) < -1e-6, "Importance weights are the smaller, the likelier a token has become",
+         "importance is inverted: it must be the trainer's probability over the rollout's",
+         "the node that writes `importance`, or  truncated_importance  in its place"),
+    Fact(Origin.UPDATE, "importance_lost", _uncorrected, "The ratio is exactly 1, though samples are {0:.1f} versions "
+         "old", "a node `logprobs` of the trained role recomputes the old policy, so that nothing corrects for stale "
+         "samples, and the bound stops nothing", "a node `truncated_importance` after it, as in async runs, or take it "
+         "out"),
+    Fact(Origin.UPDATE, "", _frozen, "`{0}` is {1}", "parts of the model are frozen, and what is left may be too "
+         "little to learn with", "{0}=[]"),
+)
+
+
+for _fact in FACTS:
+    if _fact.alerts:
+        add_rule(_fact.alerts, _fact.look, rows="high", origin=_fact.origin)
