@@ -12,11 +12,12 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.importorskip("mcp", reason="pip install mcp")
+pytest.importorskip("mcp.server.mcpserver", reason="pip install mcp")
 
 from distflow.contracts.decorators import Turn
 from workers.isolation.environments.tools import MCPSession, MCPTools
 
+pytestmark = pytest.mark.usefixtures("forked")  # servers that this process starts; mcp takes a second to load
 SERVER = '''
 import asyncio, os, sys
 from mcp.server.mcpserver import MCPServer
@@ -53,7 +54,7 @@ server.run("streamable-http", port=int(sys.argv[1])) if len(sys.argv) > 1 else s
 def server(tmp_path):
     """The command of a server."""
     (tmp_path / "sums.py").write_text(SERVER)
-    return f"python {tmp_path / 'sums.py'}"
+    return f"{sys.executable} {tmp_path / 'sums.py'}"
 
 
 @contextlib.contextmanager
