@@ -42,17 +42,23 @@ BLOCKS = [pytest.param(text, id=f"{page.stem}-{number}") for page in PAGES for n
           enumerate(re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL))]
 
 
+@pytest.fixture(scope="module")
+def validators_of_parts():
+    """Of parts of files, which need not have what a whole file must."""
+    return {kind: jsonschema.Draft202012Validator({name: part for name, part in schema(kind).items()
+                                                   if name != "required"}) for kind in KINDS}
+
+
 @pytest.mark.parametrize("text", BLOCKS)
-def test_what_the_pages_print_fits(text):
-    """Parts of files fit their part: nodes stand below `nodes`, and a part need not have what a whole file must."""
+def test_what_the_pages_print_fits(validators_of_parts, text):
+    """Parts of files fit their part: nodes stand below `nodes`."""
     content = parse(text, "page").data
     if all(isinstance(value, dict) and "type" in value for value in content.values()):
         content = {"nodes": content}
     if set(content) == {"reference"}:
         content = {"roles": content}
-    schemas = {kind: {name: part for name, part in schema(kind).items() if name != "required"} for kind in KINDS}
-    wrong = {kind: [error.message for error in jsonschema.Draft202012Validator(whole).iter_errors(content)]
-             for kind, whole in schemas.items()}
+    wrong = {kind: [error.message for error in validator.iter_errors(content)]
+             for kind, validator in validators_of_parts.items()}
     assert not all(wrong.values()), wrong
 
 
