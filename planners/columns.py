@@ -237,7 +237,8 @@ class _Tracer:
             hint = f"`data.{field}` is `{column}`, which a parameter `{field}` reads: rename it." if field else \
                 f"What TRL and verl call so is `{other}` here." if other else \
                 did_you_mean(column, read.called(known), "Columns")
-            hint += f"\nTo read another one:  {node}: {{…, reads: {{{read.name}: {meant or 'COLUMN'}}}}}"
+            if field or not (read.reader and meant):  # a misspelt parameter is mended where it stands
+                hint += f"\nTo read another one:  {node}: {{…, reads: {{{read.name}: {meant or 'COLUMN'}}}}}"
             if plain_form(read.form) == "list[str]" or read.reader:
                 fields = ", ".join([*self.spec.run.data.columns, column])
                 hint += f"\nIf it is a field of the data, write in the run file:  data: {{…, columns: [{fields}]}}"

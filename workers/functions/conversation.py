@@ -29,7 +29,7 @@ from workers.engines.role_engines import RoleEngines
 from workers.engines.rollout import Session
 from workers.functions.rewards import all_equal
 from workers.functions.rollout import cut_thoughts, fingerprint, note_lengths
-from workers.functions.trajectory import Recorded, Trajectory, digest_of, recorded_in, rows_of, text_of
+from workers.functions.trajectory import Recorded, Trajectory, digest_of, recorded_in, rows_of
 from workers.isolation.env_pool import EnvAnswer, EnvFailure, EnvSettings
 from workers.isolation.env_service import EnvClient, environments_for
 from workers.isolation.rewards.texts import marked_answer
@@ -187,7 +187,7 @@ class _ConversationLoop:
         current().add("response/continued", sum(len(piece.tokens) for piece in episode.pieces if piece.sampled))
         if episode.failure:
             return
-        texts = [text_of(self.engine, piece.tokens) for piece in episode.pieces if piece.sampled]
+        texts = [episode.text(self.engine, at) for at, piece in enumerate(episode.pieces) if piece.sampled]
         answers = episode.answers
         self.pool.resume(row.id, episode.columns, texts[: len(answers)], answers, episode.state)
         if episode.last == "sampled":
@@ -222,7 +222,7 @@ class _ConversationLoop:
     def _ask(self, episode: Trajectory) -> None:
         heartbeat.current().notify("tools")
         episode.asked = timeline.now()
-        self.pool.step(episode.row.id, episode.columns, text_of(self.engine, episode.row.tokens))
+        self.pool.step(episode.row.id, episode.columns, episode.text(self.engine, len(episode.pieces) - 1))
 
     def _go_on(self, episode: Trajectory, answer: Turn | EnvFailure) -> None:
         """Sample another turn after an answer, or end the conversation."""

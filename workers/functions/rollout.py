@@ -11,9 +11,7 @@ from distflow.data.batch import Ragged
 from distflow.telemetry.metrics import current
 from workers.engines.chat import prompt_tokens
 from workers.engines.role_engines import RoleEngines
-from workers.isolation.rewards import ends_in_thoughts
-
-_LONGEST_TAG = 16  # tokens of a tag that opens thoughts, with line ends behind it
+from workers.isolation.rewards import LONGEST_MARK, ends_in_thoughts
 
 
 @node(type="MODEL_INFERENCE", samples=True,
@@ -65,7 +63,7 @@ def cut_thoughts(engine: RoleEngines, prompts: Ragged, texts: list[str], finishe
     """Return whether each answer was cut off within thoughts, which may begin at the end of its prompt. All prompts
     have as many answers, one after the other."""
     cut, asked = [row for row, ended in enumerate(finished.tolist()) if not ended], prompts.rows
-    ends = engine.decode(Ragged.from_rows([asked[row * len(asked) // len(texts)][-_LONGEST_TAG:] for row in cut]))
+    ends = engine.decode(Ragged.from_rows([asked[row * len(asked) // len(texts)][-LONGEST_MARK:] for row in cut]))
     result = torch.zeros(len(texts), dtype=torch.bool)
     result[cut] = torch.tensor([ends_in_thoughts(end, texts[row]) for end, row in zip(ends, cut)], dtype=torch.bool)
     return result

@@ -30,6 +30,7 @@ from workers.engines.chat import sampled_text
 from workers.engines.role_engines import RoleEngines
 from workers.engines.rollout import EVENTS, LOGPROBS, TOKENS, VERSIONS, SampledRow
 from workers.isolation.env_pool import EnvFailure
+from workers.isolation.rewards import LONGEST_MARK, opened_thoughts
 
 
 class Piece(NamedTuple):
@@ -76,6 +77,16 @@ class Trajectory:
     @property
     def answers(self) -> list[Turn]:
         return [Turn(*values) for kind, *values in self.events if kind == "answered"]
+
+    def text(self, engine: RoleEngines, at: int) -> str:
+        """Return what the model said in piece number `at`. Where it was cut off within thoughts that its template has
+        opened, their mark stands before it, as environments see no other sign of them."""
+        said = text_of(engine, self.pieces[at].tokens)
+        turn = sum(piece.sampled for piece in self.pieces[:at])
+        if [event for event in self.events if event[0] == "sampled"][turn][2]:
+            return said
+        before = self.pieces[at - 1].tokens if at else self.row.sequence[: self.row.prompt]
+        return opened_thoughts(text_of(engine, before[-LONGEST_MARK:]), said) + said
 
     def add_turn(self) -> None:
         """Take up the turn that was sampled last."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
 from distflow.contracts.decorators import Turn
+from workers.engines.embedded import build_tokenizer
 from workers.engines.rollout import SampledRow
 from workers.functions.trajectory import Trajectory
 
@@ -26,6 +30,27 @@ def with_turns(count: int, began: bytes = b"") -> Trajectory:
         found.add_turn()
         found.add_answer(Turn("on", done=False, reward=1.0))
     return found
+
+
+@pytest.mark.parametrize(("prompt", "said", "finished", "heard"), [
+    ("user<think>\n", "it may be #### 5", False, "<think>\nit may be #### 5"),
+    ("user<think>\n", "#### 5", True, "#### 5"),
+    ("user<think>\n", "so</think>#### 5", False, "so</think>#### 5"), ("user", "#### 5", False, "#### 5")])
+def test_an_environment_sees_that_a_turn_was_cut_off_within_thoughts(prompt, said, finished, heard):
+    tokenizer = build_tokenizer(["it may be so"])
+    engine = SimpleNamespace(tokenizer=tokenizer, end_tokens=[tokenizer.eos_token_id])
+
+    def tokens(text):
+        return torch.tensor(tokenizer.encode(text, add_special_tokens=False))
+
+    found = Trajectory(SampledRow(7, tokens(prompt), len(tokens(prompt)), 8), {}, saved=False)
+    for _ in range(2):  # once behind the prompt, once behind what an environment has said
+        found.row.end(tokens(said), torch.zeros(len(tokens(said))), torch.zeros(len(tokens(said)), dtype=torch.int32),
+                      finished)
+        found.add_turn()
+        assert found.text(engine, len(found.pieces) - 1) == heard
+        found.add_observed(tokens(prompt))
+        found.row.sequence = torch.cat([found.row.sequence, *(piece.tokens for piece in found.pieces[-2:])])
 
 
 def test_a_rewind_keeps_the_experts_of_what_it_keeps():

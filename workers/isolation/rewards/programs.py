@@ -28,10 +28,16 @@ _MARKDOWN = MarkdownIt("commonmark").disable(["html_block", "code", "inline"])
 _PYTHON = re.compile(r"\{?\s*\.?(?:python|py)[0-9.]*(?![\w-]).*", re.IGNORECASE | re.DOTALL)
 _NO_LANGUAGE = re.compile(r"(?:\{\s*\})?")
 _INLINE = re.compile(r"^(.*\S)[ \t]*(```(?:python|py)?[0-9]?[ \t]*)$", re.MULTILINE | re.IGNORECASE)
-_ANSWER = re.compile(r"^[ \t]*<answer>(.*)</answer>\s*\Z", re.MULTILINE | re.DOTALL)
+_ONE_LINE = re.compile(r"^[ \t]*```(?:python|py)[0-9]?[ \t]+(.*\S)```[ \t]*$", re.MULTILINE | re.IGNORECASE)
+_GLUED = re.compile(r"(?<=[^\s`])```[ \t]*(?:\n|\Z)")
+_CLOSED = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
+_ANSWER = re.compile(r"^[ \t]*(?:<(?P<tag>answer|code|python)>(.*)</(?P=tag)>|"
+                     r"\[(?P<mark>PYTHON|CODE)\](.*)\[/(?P=mark)\]|\[BEGIN\](.*)\[DONE\])\s*\Z",
+                     re.MULTILINE | re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
 _DECIMAL = re.compile(rf"(?=[^.]*\.){_NUMBER.pattern}")
 _MISSING = re.compile(r"^ModuleNotFoundError: No module named '([\w.]{1,100})'", re.MULTILINE)
+_STATEMENTS = ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assign | ast.Call
 _MODULES = ("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
             "itertools", "functools", "operator", "io", "sys", "json", "typing")
 """Modules whose names a function has without importing them, as on the sites that its task is from."""
@@ -175,13 +181,18 @@ def _tell_missing(name: str) -> None:
 
 def program_of(completion: str) -> str:
     """Return the program of a completion: the last Python block, else the last without a language, else the last one;
-    of those behind `</think>`, if there are any. Without a block it is the whole completion, or what `<answer>` has;
-    thoughts that are cut off have none. A block that calls what only an earlier one defines, or shows a session of the
-    interpreter, is an example."""
+    of those behind `</think>`, if there are any. Without a block it is the whole completion, or what `<answer>` or
+    `[PYTHON]` has; thoughts that are cut off have none. A block that calls what only an earlier one defines, or shows a
+    session of the interpreter, is an example."""
     if (answer := behind_thoughts(completion)) is None:
         return ""
-    answer = tagged[1] if (tagged := _ANSWER.search(answer)) else answer
-    blocks = _blocks(answer) or _blocks(completion) or _blocks(_INLINE.sub(r"\1\n\2", completion))
+    answer = next(text for text in tagged.group(2, 4, 5) if text is not None) if (
+        tagged := _ANSWER.search(answer)) else answer
+    if (closed := _CLOSED.search(answer)) and any(isinstance(part, _STATEMENTS) for part in _parts(
+            answer[: closed.start()])):
+        answer = f"```python\n{answer}"  # the prompt has opened the block
+    apart = _INLINE.sub(r"\1\n\2", _ONE_LINE.sub(r"```python\n\1\n```", completion))
+    blocks = _blocks(answer) or _blocks(completion) or _blocks(apart)
     for language in (_PYTHON, _NO_LANGUAGE):
         if own := [text for info, text in blocks if language.fullmatch(info)]:
             return _without_examples(own)
@@ -215,8 +226,14 @@ def _used(parts: list[ast.AST]) -> set[str]:
 
 def _blocks(text: str) -> list[tuple[str, str]]:
     """Return the language and the text of each fenced block that is not empty."""
-    return [(token.info.strip(), token.content) for token in _MARKDOWN.parse(text)
+    return [(token.info.strip(), _unglued(token.content)) for token in _MARKDOWN.parse(text)
             if token.type == "fence" and token.content.strip()]
+
+
+def _unglued(content: str) -> str:
+    """Return what stands before a fence behind the last line of a program, as in `print(1)```."""
+    glued = None if _parts(content) else _GLUED.search(content)
+    return content[: glued.start()] if glued and _parts(content[: glued.start()]) else content
 
 
 def _run_tests(program: str, tests: str, run: Callable[..., Outcome], separately: bool) -> Iterator[bool]:

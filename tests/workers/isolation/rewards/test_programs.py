@@ -45,6 +45,11 @@ CASES = json.dumps([{"input": "1\n2\n", "output": "2\n4"}, {"input": "5", "outpu
     ("<think>it adds</think>\n<answer>\nprint(1)\n</answer>\n", "\nprint(1)\n"),
     ("print('<answer>')\nprint('</answer>')", "print('<answer>')\nprint('</answer>')"),
     ("```python\n```\nprint(1)", "```python\n```\nprint(1)"),
+    ("a = 1\n```", "a = 1\n"), ("a = 1\n```\nThis sets a.", "a = 1\n"), ("a = 1\n```\nOutput:\n```\n3\n```", "a = 1\n"),
+    ("import a\n```\nTest:\n```text\n3\n```", "import a\n"), ("Solution\n```\na\n```", "a\n"),
+    ("```python\nprint(1)```", "print(1)"), ("```python\nprint(1)```\nOutput:\n```\n1\n```", "print(1)"),
+    ("```python print(1)```", "print(1)\n"), ("```python\ns = 'a```'\nt = s\n```", "s = 'a```'\nt = s\n"),
+    ("[PYTHON]\na\n[/PYTHON]", "\na\n"), ("[BEGIN]\na\n[DONE]", "\na\n"), ("<code>\na\n</code>", "\na\n"),
 ])
 def test_the_last_block_in_python_is_the_program(completion, program):
     assert program_of(completion) == program
