@@ -237,7 +237,7 @@ class _Tracer:
             hint = f"`data.{field}` is `{column}`, which a parameter `{field}` reads: rename it." if field else \
                 f"What TRL and verl call so is `{other}` here." if other else \
                 did_you_mean(column, read.called(known), "Columns")
-            if field or not (read.reader and meant):  # a misspelt parameter is mended where it stands
+            if field or not read.reader or meant in ("", *self.spec.run.data.columns):  # else a parameter is misspelt
                 hint += f"\nTo read another one:  {node}: {{…, reads: {{{read.name}: {meant or 'COLUMN'}}}}}"
             if plain_form(read.form) == "list[str]" or read.reader:
                 fields = ", ".join([*self.spec.run.data.columns, column])

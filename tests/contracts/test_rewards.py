@@ -194,6 +194,17 @@ def test_a_field_of_the_data_named_like_a_column_of_the_rollout(planned):
     assert mistake.hint == "Rename it:  rollout: {…, writes: {finished: rollout_finished}}"
 
 
+def test_a_misspelt_parameter_is_mended_where_it_stands(planned, tmp_path, monkeypatch):
+    (tmp_path / "rewards_misspelt.py").write_text(
+        "from distflow import reward\n\n@reward\ndef misspelt(completion, answr):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InvalidInput) as caught:
+        planned("misspelt", imports="rewards_misspelt")
+    (mistake,) = caught.value.mistakes
+    assert "Did you mean `answer`?" in mistake.hint
+    assert "reads: {" not in mistake.hint
+
+
 def test_a_column_that_does_not_exist(planned, tmp_path):
     with pytest.raises(InvalidInput) as caught:
         planned("{passes: {most: 1}}", "test")

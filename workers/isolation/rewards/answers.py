@@ -23,6 +23,7 @@ _SETS = (r"\cup", r"\cap", r"\setminus")
 _JOINS = (",", ";", "and", "or", r"\land", r"\lor", r"\wedge", r"\vee")
 _OF_NAMES = (r"\overline", r"\angle", r"\triangle", r"\vec", r"\overrightarrow", r"\widehat", r"\hat", "|", "'", "(",
              ")", "{", "}", "[", "]", ",", "_", ":", "-")
+_NOTHING, _SYNONYMS = ("nosolution", "nosolutions", "emptyset", "theemptyset"), {"DNE": "doesnotexist"}
 SHORT_WORDS = frozenset(["yes", "no", "odd", "red"])
 _RELATING = NO_UNITS | frozenset([
     "and", "if", "when", "where", "for", "than", "least", "most", "times", "any", "every"])
@@ -37,6 +38,9 @@ _DATES = [re.compile(pattern) for pattern in (
     r"(?P<m>[a-z]{3,9})\.?\s+(?P<d>[0-9]{1,2})(?:st|nd|rd|th)?(?:,?\s+(?P<y>[0-9]{4}))?",
     r"(?P<d>[0-9]{1,2})(?:st|nd|rd|th)?\s+(?:of\s+)?(?P<m>[a-z]{3,9})\.?(?:,?\s+(?P<y>[0-9]{4}))?")]
 _SLASHED = re.compile(r"[0-9]{1,2}([/.])[0-9]{1,2}\1[0-9]{4}")
+_OUTWARD = re.compile(r"\A\s*\][^\[\]]+[\[\]]|[\[\]][^\[\]]+\[\s*\Z")
+_ENDS_OF = re.compile(r"([\[\]])([^\[\]]+)([\[\]])")
+"""Intervals whose open ends have brackets that point outward, as `]3, 5[`."""
 _DEEPEST = 40  # brackets in each other
 _MOST_ITEMS = 60
 _MOST_SIGNS = 4  # `±` in one expression
@@ -61,6 +65,8 @@ def parse_whole(text: str) -> Answer | None:
     try:
         if date := _date(text):
             return Answer("words", text=date)
+        if _OUTWARD.search(text):
+            text = _ENDS_OF.sub(lambda found: f"{'(['[found[1] == '[']}{found[2]}{')]'[found[3] == ']']}", text)
         given = _spread(tokens(text))
         if max(itertools.accumulate(map(_step, given)), default=0) > _DEEPEST:
             return None
@@ -116,6 +122,7 @@ def same(wanted: Answer, given: Answer) -> bool:
         wanted = wanted.parts[0]
     if given.kind in ("list", "set") and len(given.parts) == 1 and wanted.kind not in ("list", "set"):
         given = given.parts[0]
+    wanted, given = _as_matrix(wanted, given), _as_matrix(given, wanted)
     wanted, given = _as_set(wanted, given.kind), _as_set(given, wanted.kind)
     kinds = {"set": "list"}.get(wanted.kind, wanted.kind), {"set": "list"}.get(given.kind, given.kind)
     if kinds in _COMPARISONS:
@@ -236,6 +243,17 @@ def _below(order: Answer) -> list[tuple[str, Expression]]:
     return found
 
 
+def _as_matrix(answer: Answer, other: Answer) -> Answer:
+    """Return `[[1, 2], [3, 4]]`, or a vector as `(1, 2)`, as a matrix where the other answer is one."""
+    if answer.kind != "row" or other.node is None or other.node.kind != "matrix":
+        return answer
+    rows = [part.parts if part.kind == "row" else (part,) for part in answer.parts]
+    cells = tuple(cell.node for row in rows for cell in row if cell.node is not None)
+    whole = len({len(row) for row in rows}) == 1 and len(cells) == sum(map(len, rows))
+    column = len(rows[0]) > 1 or int(other.node.value) > 1
+    return Answer("value", node=Expression("matrix", cells, len(rows) if column else 1)) if whole else answer
+
+
 def _as_set(answer: Answer, other: str) -> Answer:
     """Return `2 < x < 5` as an interval, where the other answer is a set."""
     if answer.kind != "order" or other not in ("row", "union"):
@@ -277,7 +295,7 @@ def _answer(given: list[Token]) -> Answer:
     if given and given[0].text == "{" and _closes(given):
         return _answer(given[1:-1])
     if words := _words(given):
-        return Answer("words", text=words)
+        return Answer("set") if words.casefold() in _NOTHING else Answer("words", text=_SYNONYMS.get(words, words))
     pieces, joins = _split(given, _JOINS)
     pieces = [piece for index, piece in enumerate(pieces) if piece or not _doubled(joins, index)]
     if len(pieces) == 1:
@@ -438,7 +456,7 @@ def _single(given: list[Token]) -> Answer:
     if digits := _digits(given):
         return Answer("digits", text=digits)
     if len(given) == 1 and given[0].kind == "word" and len(given[0].text) > 1 and given[0].text.isupper():
-        return Answer("words", text=given[0].text)
+        return Answer("words", text=_SYNONYMS.get(given[0].text, given[0].text))
     bare = _without_units(given)
     unit = " ".join(token.text.strip() for token in given[len(bare) :] if token.text not in (r"\%", r"\degree"))
     unit = re.sub(r" \^(?: \{)? ([23])(?: \})?", lambda power: {"2": " sq", "3": " cu"}[power[1]], unit)

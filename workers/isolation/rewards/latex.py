@@ -25,15 +25,18 @@ _GREEK = frozenset([
 _UNICODE = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
-    "°": r"^\circ ", "±": r"\pm ", "∓": r"\mp ", "≈": r"\approx ", "√": r"\sqrt ", "θ": r"\theta ", "α": r"\alpha ",
+    "°": r"^\circ ", "±": r"\pm ", "∓": r"\mp ", "≈": r"\approx ", "⩽": r"\le ",
+    "⩾": r"\ge ", "∛": r"\sqrt[3]", "√": r"\sqrt ", "θ": r"\theta ", "α": r"\alpha ",
     "β": r"\beta ", "γ": r"\gamma ", "λ": r"\lambda ", "φ": r"\phi ", "½": r"\frac{1}{2}",
     "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
     "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "⟨": r"\langle ", "⟩": r"\rangle "}
 
 FULL_WIDTH = {**{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}, ord("。"): ".", ord("、"): ",",
-              0xFFE1: "£", 0xFFE5: "¥", 0xFFE6: "₩"}
-"""Signs of East Asian texts and the ASCII signs that they mean, for `str.translate`."""
-_RAISED = re.compile("[⁻⁺]?[⁰¹²³⁴-⁹ⁿ]+")
+              0xFFE1: "£", 0xFFE5: "¥", 0xFFE6: "₩", **dict.fromkeys(map(ord, "‐‑﹣"), "-"),
+              **dict.fromkeys(map(ord, "⁄∕"), "/")}
+"""Signs of East Asian texts and others, and the ASCII signs that they mean, for `str.translate`."""
+_SHIFTED = {"^": re.compile("[⁻⁺]?[⁰¹²³⁴-⁹ⁿ]+[⁻⁺]?|[⁻⁺]"), "_": re.compile("[₀-₉]+")}
+"""Runs of raised and lowered signs."""
 _HAN = r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]+"
 IDEOGRAPHS = re.compile(_HAN)
 
@@ -55,6 +58,8 @@ _MARKUP = tuple((re.compile(pattern), to) for pattern, to in (
     (r"(?<!\\)\\[ ,;:!>]|\\q?quad(?![a-z])|~|\\(?:thinspace|hspace\{[^{}]*\})", " "),
     (r"\\cdotp?(?![a-z])|\\times|\\ast|\\star", "*"),
     (r"\\div(?![a-z])", "/"),
+    (r"(?<=[0-9])\s+to\s+(?=[0-9])", ":"),
+    (r"\A(\s*)\b(?:inf|Inf)\b|(?<=[(,+-])\s*\binf\b", r"\1\\infty "),
     (r"(?<![a-z])\{\s*:\s*\}|\\colon(?![a-z])", ":"),
     (r"(?<=[0-9])\s*(?:\^\s*\{?\s*)?(?:\\(?:text|mathrm|textsuperscript)\{\s*)?(?:st|nd|rd|th)(?![a-z])\s*\}*", ""),
     (r"\\(?:leq?q?|leqslant)(?![a-z])|<=", r"\\le "),
@@ -107,7 +112,9 @@ def tokens(text: str) -> list[Token]:
     """Return the tokens of a text; raise NotUnderstood if it is too long."""
     if len(text) > _LONGEST:
         raise NotUnderstood(f"more than {_LONGEST} characters")
-    text = _RAISED.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text.translate(FULL_WIDTH))
+    text = text.translate(FULL_WIDTH)
+    for mark, signs in _SHIFTED.items():
+        text = signs.sub(lambda found, mark=mark: f"{mark}{{{unicodedata.normalize('NFKC', found[0])}}}", text)
     for sign, to in _UNICODE.items():
         text = text.replace(sign, to)
     for pattern, to in _MARKUP:

@@ -310,6 +310,8 @@ def _value(text: str) -> Fraction:
     return sum(map(Fraction, before), Fraction(f"{top}/{rest.strip()}"))
 
 
+_SUBSTANCE = re.compile(r"((?:[A-Z][a-z]?[0-9]*|\((?=[A-Z])|\)[0-9]+)+)(?:\^?([0-9]*[+-]))?")
+_CONSTANT = re.compile(r"\+\s*[cC](?=[\s$.]*\Z)")
 _AMOUNTS = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([^\W\d_]+)(?:[\s,]*\band\b|,)?")
 _LETTERS = re.compile(r"[A-Za-z]{2,3}")
 _SIGNS = re.compile(r"\A[^\w\s$\\(\[{.+−–-]+\s*")
@@ -522,6 +524,12 @@ def _choices(text: str) -> tuple[str, str]:
     return letters if re.fullmatch("[A-J]{2,}", letters) and [*letters] == sorted({*letters}) else "", ""
 
 
+def _substance(text: str) -> str:
+    """Return a chemical formula in one spelling, as `SO4^2-`; "" if a text is none."""
+    found = _SUBSTANCE.fullmatch(re.sub(r"[\s_{}]|\\(?:ce|mathrm)", "", spelling(text)))
+    return f"{found[1]}^{found[2] or ''}" if found else ""
+
+
 def _amounts(text: str) -> list[tuple[Fraction, dict[str, str]]]:
     """Return the numbers of an amount in several units, as `1 hour 30 minutes`, each with its unit."""
     plain = _without_markup(text).strip().rstrip(".")
@@ -533,8 +541,10 @@ def _amounts(text: str) -> list[tuple[Fraction, dict[str, str]]]:
 def _equal(wanted: str, given: str, whole: bool = False) -> bool:
     """Return whether an answer is the wanted one. A `whole` completion that begins with a letter may discuss a choice,
     without taking it."""
-    if spelling(wanted) == spelling(given) != "":
+    if spelling(wanted) == spelling(given) != "" or _substance(wanted) == _substance(given) != "":
         return True
+    if _CONSTANT.search(wanted) and _CONSTANT.search(given):
+        wanted, given = (_CONSTANT.sub("+ C", text) for text in (wanted, given))
     (letters, right), (named, behind) = _choices(wanted), _choices(given)
     if letters == named != "" and not (whole and behind) and (not right or not behind or _equal(right, behind)):
         return True
