@@ -130,32 +130,22 @@ def _once(path: Path, use: object, make: Callable[[], _R]) -> _R:
     return _opened[key]
 
 
-_PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
-"""Programs that unpack a file, by how it begins."""
-
-
 def _open_file(path: Path) -> Records:
     kinds = {**dict.fromkeys((".jsonl", ".ndjson", ".json"), JsonRecords), ".csv": CsvRecords, ".tsv": CsvRecords,
              ".parquet": Parquet}
-    kind: type[Records] | None = SavedFolder if path.is_dir() else kinds.get(path.suffix.lower())
+    name = path.stem if path.suffix.lower() in (".gz", ".bz2", ".xz", ".zst") else path.name
+    kind: type[Records] | None = SavedFolder if path.is_dir() else kinds.get(Path(name).suffix.lower())
     try:
-        start = b"" if path.is_dir() else path.open("rb").read(6)
-        packed = next((program for begins, program in _PACKED.items() if start.startswith(begins)), "")
-        if kind and not packed:
+        if kind:
             return kind(path)  # type: ignore[call-arg]
     except OSError as error:
         raise InvalidInput(Diagnostic(f"it cannot be read: {error.strerror or error}", Location(str(path)))) from None
     hint = "Known are .jsonl, .json, .csv, .parquet and folders that `datasets` saved."
-    if packed:
-        bare = path.with_suffix("")
-        other = bare if bare.suffix in kinds else path.with_stem(f"{path.stem}-unpacked")
-        hint = f"Unpack it:  {packed} -dc {shlex.quote(str(path))} > {shlex.quote(str(other))}"
-    elif path.suffix == ".arrow":
+    if path.suffix == ".arrow":
         program = f"import datasets; datasets.Dataset.from_file({str(path)!r}).to_parquet(" \
                   f"{str(path.with_suffix('.parquet'))!r})"
         hint += f"\nInstead:  python -c {shlex.quote(program)}"
-    what = f"it is packed by {packed}" if packed else f"unknown kind of data: `{path.suffix or path.name}`"
-    raise InvalidInput(Diagnostic(what, Location(str(path)), hint))
+    raise InvalidInput(Diagnostic(f"unknown kind of data: `{path.suffix or path.name}`", Location(str(path)), hint))
 
 
 class NamedRecords:
@@ -304,8 +294,8 @@ def _check_record(records: Records, index: int, record: Record, fields: Required
         known.add((name, kind))
         what = f"the record has no field `{name}`" if name not in record else \
             f"field `{name}` must be {kind}, not {abbreviated(record[name])}"
-        hint = _way_out(name, record[name], kind, fields) if name in record else \
-            _unwrapped(records, record) or _remedy(name, record, fields)
+        hint = _unwrapped(records, record) or (_way_out(name, record[name], kind, fields) if name in record else
+                                               _remedy(name, record, fields))
         mistakes.append(Diagnostic(what, records.location(index), hint))
     return mistakes
 
@@ -328,17 +318,33 @@ _SYNONYMS = {"question": ("question", "prompt", "problem", "query", "instruction
 """Patterns of names under which data sets have a question and an answer, in small letters, likeliest first."""
 
 
+_ROLE = {"role", "from", "speaker"}
+"""Names under which messages have who speaks."""
+
+
 def _unwrapped(records: Records, record: Record) -> str:
     """Return the command that writes the records of a file of one, in a list of which they are; "" if there is none."""
     path = Path(records.location(0).file)
     held = next((name for name, value in record.items() if isinstance(value, list) and value
-                 and isinstance(value[0], dict) and not {"role", "from", "speaker"} & value[0].keys()
+                 and isinstance(value[0], dict) and not _ROLE & value[0].keys()
                  and not is_conversation(as_conversation(value))), "")
-    if len(records) > 1 or not held or not path.is_file():
+    if len(records) > 1 or not path.is_file() or not (held or _is_of_columns(record)):
         return ""
-    program = f"import json; json.dump(json.load(open({str(path)!r}, encoding='utf-8'))[{held!r}], open(" \
-              f"{str(path.with_name(f'{path.stem}-{held}.json'))!r}, 'w'))"
-    return f"To take the records in `{held}`:  python -c {shlex.quote(program)}"
+    rows = f"d[{held!r}]" if held else \
+        "[dict(zip(d, row)) for row in zip(*([*c.values()] if isinstance(c, dict) else c for c in d.values()))]"
+    other = path.with_name(f"{path.stem}-{held or 'rows'}.json")
+    program = f"import json; d = json.load(open({str(path)!r}, encoding='utf-8')); json.dump({rows}, open(" \
+              f"{str(other)!r}, 'w'))"
+    taken = f"the records in `{held}`" if held else "its columns as records"
+    return f"To take {taken}:  python -c {shlex.quote(program)}"
+
+
+def _is_of_columns(record: Record) -> bool:
+    """Return whether a record is a whole table, as pandas writes one: a list, or a mapping by row, of each column."""
+    columns = [value.values() if isinstance(value, dict) else value for value in record.values()]
+    return len(columns) > 1 and all(isinstance(value, list | dict) and value for value in record.values()) and \
+        len({*map(len, columns)}) == 1 and not any(isinstance(cell, dict) and _ROLE & cell.keys()
+                                                   for column in columns for cell in column)
 
 
 def _remedy(name: str, record: Record, fields: RequiredFields) -> str:
@@ -405,12 +411,14 @@ class SavedFolder:
 
         self.path = path
         try:
-            self.data: Any = datasets.load_from_disk(str(path))
+            loaded: Any = datasets.load_from_disk(str(path))
         except (FileNotFoundError, ValueError) as error:
             file = min((*path.glob("*.parquet"), *path.glob("*.jsonl")), default=None)
             hint = f"Name its files:  data: {{train: [{file}, …]}}" if file else ""
             raise InvalidInput(Diagnostic(f"not a folder that `datasets` saved: {error}", Location(str(path)),
                                           hint)) from None
+        one = isinstance(loaded, dict) and len(loaded) == 1
+        self.data: Any = next(iter(loaded.values())) if one else loaded
         if not isinstance(self.data, datasets.Dataset):
             hint = f"Name one:  {path}/{next(iter(self.data))}"
             raise InvalidInput(Diagnostic(f"it holds several splits: {', '.join(self.data)}", Location(str(path)),

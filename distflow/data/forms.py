@@ -36,7 +36,7 @@ _EXCHANGES = (("human", "assistant"), ("user", "assistant"), ("input", "output")
 """Pairs of keys by one of which a mapping is a question with its answer, as ms-swift, Firefly and XTuner have them."""
 _CALL = "tool_call"
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
-          "developer": "system", "observation": "tool", "tool_response": "tool", "function": "tool",
+          "developer": "system", "observation": "tool", "tool_response": "tool", "function": "tool", "ipython": "tool",
           "function_call": _CALL} | {
               role: role for role in ("user", "assistant", "system", "tool", _CALL)}
 """Roles of messages by the names that data sets have for them, in small letters. Another role stays as it is."""
@@ -178,7 +178,7 @@ def as_messages(value: Any) -> Any:
                 and any(_role(turn.get("role", turn.get("from", turn.get("speaker")))) in _ROLES.values()
                         for turn in turns):
             value = parsed
-    if isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value:
+    if isinstance(value, dict) and (isinstance(value.get("role"), str) and "content" in value or _keys_of(value)):
         value = [value]
     if not isinstance(value, list):
         return value

@@ -163,7 +163,8 @@ def _reading(kind: Any, feature: Any) -> Reading | None:
             field.type, {"feature": _inner(fields, field.name)} if columns else _inner(fields, field.name)))}
         return (lambda value: {**value, **{name: read(value.get(name)) for name, read in own.items()}}
                 if isinstance(value, dict) else value) if own else None
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+    if any(is_one(kind) for is_one in (types.is_list, types.is_large_list, types.is_fixed_size_list,
+                                       types.is_list_view, types.is_large_list_view)):
         inner = _reading(kind.value_type, feature[0] if isinstance(feature, list) else _inner(feature, "feature"))
         return (lambda values: [*map(inner, values)] if isinstance(values, list) else values) if inner else None
     return None

@@ -5,17 +5,23 @@ Opening a file finds where its records are (`spans`); a record is read when it i
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import csv
+import gzip
 import io
 import json
+import lzma
 import os
 import re
 import shlex
+import shutil
 import sys
+import tempfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy
 
@@ -32,13 +38,17 @@ class TextRecords:
     """Interface of the files here. spans [records, 3]: first line, begin and end in bytes; line_begins [lines]."""
 
     def __init__(self, path: Path):
-        self.path, self.file = path, path.open("rb")
-        data = numpy.memmap(path, numpy.uint8, "r") if path.stat().st_size else numpy.empty(0, numpy.uint8)
+        self.path, self.file = path, _opened(path)
+        empty = not os.fstat(self.file.fileno()).st_size
+        data: numpy.ndarray = numpy.empty(0, numpy.uint8) if empty else numpy.memmap(self.file, numpy.uint8, "r")
         if bytes(data[:2]) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
             raise InvalidInput(Diagnostic("not UTF-8: it begins as UTF-16 does", Location(str(path)),
                                           self._iconv("UTF-16")))
-        ends = [numpy.flatnonzero(data[start : start + _SCANNED] == ord("\n")) + (start + 1)
-                for start in range(0, len(data), _SCANNED)]
+        for self.end in ("\n", "\r"):  # the second alone ends lines of old spreadsheets
+            ends = [numpy.flatnonzero(data[start : start + _SCANNED] == ord(self.end)) + (start + 1)
+                    for start in range(0, len(data), _SCANNED)]
+            if any(map(len, ends)):
+                break
         self.line_begins = numpy.concatenate([[0], *ends]).astype(numpy.int64)
         begins = self.line_begins[: len(self.line_begins) - (self.line_begins[-1] == len(data))]
         self.spans = self._find(data, numpy.append(begins, len(data)))
@@ -83,6 +93,37 @@ class TextRecords:
         other = self.path.with_name(f"{self.path.stem}-utf8{self.path.suffix}")
         return f"If the file is {encoding}:  iconv -f {encoding} -t UTF-8 {shlex.quote(str(self.path))} > " \
                f"{shlex.quote(str(other))}"
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """Open a file; a packed one is unpacked into a temporary file. Raises InvalidInput: it is damaged, or there is no
+    room for it."""
+    file = path.open("rb")
+    begin = file.read(6)
+    unpack = next((each for start, each in _PACKED.items() if begin.startswith(start)), None)
+    if unpack is None:
+        return file
+    whole = tempfile.TemporaryFile(prefix="distflow-unpacked-")  # noqa: SIM115 it outlives the call
+    try:
+        with unpack(path) as packed:
+            shutil.copyfileobj(packed, whole, 2**20)
+        whole.flush()
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise InvalidInput(Diagnostic(f"it cannot be unpacked into {tempfile.gettempdir()}: {error}",
+                                      Location(str(path)), "Name a folder on a larger disk:  TMPDIR=/large/folder "
+                                      "distflow run …" if isinstance(error, OSError) and error.errno else "")) from None
+    return whole
+
+
+def _open_zstandard(path: Path) -> Any:
+    import pyarrow  # only users of this packing pay for its import
+
+    return pyarrow.input_stream(str(path), compression="zstd")
+
+
+_PACKED: dict[bytes, Callable[[Path], Any]] = {
+    b"\x1f\x8b": gzip.open, b"\x28\xb5\x2f\xfd": _open_zstandard, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
+"""Functions that open a packed file, by how it begins."""
 
 
 class JsonRecords(TextRecords):
@@ -174,13 +215,15 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 class CsvRecords(TextRecords):
     """Dataset of a CSV file, whose first row names the fields; all values are texts, so that 007 and NA stay what they
-    are. Cells are separated by commas; by semicolons or tabs, if the first line has those and no comma; in a
-    .tsv file by tabs. Raises InvalidInput: a field has no name or two fields the same one."""
+    are. Cells are separated by commas; by semicolons, tabs or bars, if the first line has those and no comma; in a
+    .tsv file by tabs. Blanks behind separators are left out where the first row has some. Raises InvalidInput: a field
+    has no name or two fields the same one."""
 
     def _find(self, data: numpy.ndarray, edges: numpy.ndarray) -> numpy.ndarray:
         first = bytes(data[: int(edges[min(1, len(edges) - 1)])])
-        order = "\t,;" if self.path.suffix.lower() == ".tsv" else ",;\t"
-        self.separator = next((each for each in order if each.encode() in first), ",")
+        order = "\t,;|" if ".tsv" in self.path.name.lower() else ",;\t|"
+        self.form: dict[str, Any] = {"delimiter": next((each for each in order if each.encode() in first), ",")}
+        self.form["skipinitialspace"] = f"{self.form['delimiter']} ".encode() in first
         csv.field_size_limit(sys.maxsize)
         self.spans = numpy.array([*self._rows(edges)], numpy.int64).reshape(-1, 3)
         self.names = self._cells(0) if len(self.spans) else []
@@ -193,8 +236,9 @@ class CsvRecords(TextRecords):
         """Yield the span of each row that is not blank; a quoted cell may go over several lines."""
         before = 0
         try:
-            with self.path.open(encoding="latin-1", newline="\n") as lines:
-                reader = csv.reader(lines, delimiter=self.separator, strict=True)
+            self.file.seek(0)
+            with open(os.dup(self.file.fileno()), encoding="latin-1", newline=self.end) as lines:
+                reader = csv.reader(lines, strict=True, **self.form)
                 for row in reader:
                     if row:
                         yield before + 1, edges[before], edges[reader.line_num]
@@ -204,7 +248,7 @@ class CsvRecords(TextRecords):
                                           'A quote within a quoted cell is written twice: ""')) from None
 
     def _cells(self, index: int) -> list[str]:
-        return next(csv.reader(io.StringIO(self._decoded(index), newline="\n"), delimiter=self.separator), [])
+        return next(csv.reader(io.StringIO(self._decoded(index), newline=self.end), **self.form), [])
 
     def _read(self, index: int) -> Record:
         cells = self._cells(index)

@@ -61,7 +61,6 @@ def test_unknown_names_list_what_is_shipped(load_it, says):
     ("latin.jsonl", ("data/latin.jsonl:2: not UTF-8: byte 0xe9.", "\n" + " " * 26 + "^\n",
                      "iconv -f ISO-8859-1 -t UTF-8 data/latin.jsonl > data/latin-utf8.jsonl")),
     ("utf16.jsonl", ("data/utf16.jsonl: not UTF-8: it begins as UTF-16 does.", "iconv -f UTF-16 -t UTF-8")),
-    ("packed.jsonl", ("data/packed.jsonl: it is packed by gzip.", "gzip -dc data/packed.jsonl > data/packed-unp")),
     ("not_parquet.parquet", ("data/not_parquet.parquet: not a Parquet file",)),
 ])
 def test_data(file, says):
@@ -73,8 +72,7 @@ def test_data(file, says):
 
 
 def test_the_commands_that_mend_a_file_do(tmp_path):
-    for file, made in (("packed.jsonl", "packed-unpacked.jsonl"), ("latin.jsonl", "latin-utf8.jsonl"),
-                       ("utf16.jsonl", "utf16-utf8.jsonl")):
+    for file, made in (("latin.jsonl", "latin-utf8.jsonl"), ("utf16.jsonl", "utf16-utf8.jsonl")):
         shutil.copy(Path("data") / file, tmp_path)
         with pytest.raises(InvalidInput) as caught:
             check_records(open_records(tmp_path / file), FIELDS)

@@ -36,6 +36,10 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "preferences": ({"chosen": TURNS, "rejected": WORSE}, {"columns": ["chosen", "rejected"]}),
     "preferences with a prompt": ({"prompt": ASKED, "chosen": TURNS[-1:], "rejected": WORSE[-1:]},
                                   {"columns": ["chosen", "rejected"]}),
+    "preferences of LLaMA-Factory": (
+        {"conversations": [{"from": "human", "value": "1 + 1?"}], "system": "Be brief.",
+         "chosen": {"from": "gpt", "value": "2"}, "rejected": {"from": "gpt", "value": "3"}},
+        {"columns": ["chosen", "rejected"], "question": "conversations", "answer": "chosen"}),
     "preferences of texts": ({"prompt": ASKED, "chosen": "2", "rejected": "3"}, {"columns": ["chosen", "rejected"]}),
     "texts of two speakers": ({name: f"\n\nHuman: 1 + 1?\n\nAssistant: {answer}" for name, answer in (
         ("chosen", 2), ("rejected", 3))}, {"columns": ["chosen", "rejected"]}),
@@ -81,6 +85,8 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {  # turns of 
     "a completion of several turns": ({"prompt": ASKED, "completion": [CALLED, RESULT, SAID]},
                                       [*ASKED, CALLED, RESULT, SAID]),
     "calls as LLaMA-Factory has them": ({"conversations": SHAREGPT_CALL}, [ASKED[1], CALLED, RESULT, SAID]),
+    "a result of `ipython`": (  # as Llama's templates have it, whose name others do not know
+        {"messages": [ASKED[1], CALLED, {"role": "ipython", "content": "2"}, SAID]}, [ASKED[1], CALLED, RESULT, SAID]),
     "calls as ms-swift has them": (
         {"messages": [ASKED[1], {"role": "tool_call", "content": json.dumps(CALL)},
                       {"role": "tool_response", "content": "2"}, SAID]}, [ASKED[1], CALLED, RESULT, SAID]),

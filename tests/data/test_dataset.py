@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import multiprocessing
 import shlex
 import subprocess
@@ -11,6 +14,7 @@ import tracemalloc
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -123,7 +127,7 @@ Q, A = {"question": "1 + 1?", "answer": "2"}, {"question": "{[\"", "answer": {"o
     (json.dumps(A, indent=2) + "\n" + json.dumps(Q, indent=2), [A, Q]),
     ('{"n": [\n{"m": 1},\n{"m": 2}]}\n', [{"n": [{"m": 1}, {"m": 2}]}]),
     ('{"n": 1,\n"m": 2}\n{"n": 3}', [{"n": 1, "m": 2}, {"n": 3}]),
-    ("[]", []), ("[\n]\n", []), ('[{}, {"n": 1}]', [{}, {"n": 1}]),
+    ('{"n": 1}\r{"n": 2}\r', [{"n": 1}, {"n": 2}]), ("[]", []), ("[\n]\n", []), ('[{}, {"n": 1}]', [{}, {"n": 1}]),
     (json.dumps([{"n": "\\\\"}, {"n": '\\"'}, {"n": "é\u2028"}], ensure_ascii=False),
      [{"n": "\\\\"}, {"n": '\\"'}, {"n": "é\u2028"}])])
 def test_json_records_in_one_list_or_over_several_lines_are_read(tmp_path, text, records):
@@ -158,7 +162,10 @@ def test_json_records_name_the_line_of_what_is_none(tmp_path, text, said):
     ('\ufeffquestion;answer\r\n"1,5\r\n+ 1?";2,5\r\n', [{"question": "1,5\r\n+ 1?", "answer": "2,5"}]),
     ("question\tanswer\nä\u2028\x85?\t", [{"question": "ä\u2028\x85?", "answer": ""}]),
     (",question,answer\n0,1 + 1?,2\n", [{"question": "1 + 1?", "answer": "2"}]),  # with pandas' index
-    ("question,answer\n" + "y" * 200_000 + ",1", [{"question": "y" * 200_000, "answer": "1"}])])
+    ("question,answer\n" + "y" * 200_000 + ",1", [{"question": "y" * 200_000, "answer": "1"}]),
+    ('question,answer\r1?,2\r"2\r?",3\r', [{"question": "1?", "answer": "2"}, {"question": "2\r?", "answer": "3"}]),
+    ("question|answer\n1, 2?|3\n", [{"question": "1, 2?", "answer": "3"}]),
+    ('question, answer\n"1, 2?", "3"\n', [{"question": "1, 2?", "answer": "3"}])])
 def test_csv_records_are_read_as_texts(tmp_path, text, records):
     (tmp_path / "all.csv").write_text(text, newline="")
     assert _read_all(tmp_path / "all.csv") == records
@@ -200,9 +207,44 @@ def test_a_file_that_datasets_caches_is_converted_by_the_command_that_is_named(t
     assert open_records(tmp_path / "a.parquet").get([0]) == table.to_pylist()
 
 
-def test_records_within_one_are_taken_by_the_command_that_is_named(tmp_path):
-    (tmp_path / "all.json").write_text(json.dumps({"version": 1, "data": [Q, Q]}, indent=2))
-    with pytest.raises(InvalidInput, match="To take the records in `data`") as caught:
+@pytest.mark.parametrize(("whole", "said"), [
+    ({"version": 1, "data": [Q, Q]}, "the records in `data`"),
+    ({"question": ["1 + 1?"] * 2, "answer": ["2"] * 2}, "its columns as records"),
+    ({"question": {"0": "1 + 1?", "3": "1 + 1?"}, "answer": {"0": "2", "3": "2"}}, "its columns as records")])
+def test_records_within_one_are_taken_by_the_command_that_is_named(tmp_path, whole, said):
+    """As pandas writes a table by `to_json`: the line to take `question.0` would have taken one record of it."""
+    (tmp_path / "all.json").write_text(json.dumps(whole, indent=2))
+    with pytest.raises(InvalidInput, match=f"To take {said}:") as caught:
         check_records(open_records(tmp_path / "all.json"), RequiredFields("question", ["answer"]))
-    subprocess.run([sys.executable, *shlex.split(str(caught.value).split("python ")[1])], check=True)
-    assert _read_all(tmp_path / "all-data.json") == [Q, Q]
+    command = next(line for line in str(caught.value).splitlines() if line.startswith("To take")).split("python ")[1]
+    subprocess.run([sys.executable, *shlex.split(command)], check=True)
+    (written,) = tmp_path.glob("all-*.json")
+    assert _read_all(written) == [Q, Q]
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [
+    (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress),
+    (".zst", lambda data: pyarrow.compress(data, "zstd", asbytes=True))])
+def test_a_packed_file_is_read(tmp_path, suffix, pack):
+    """OpenRLHF#751, datasets#7741: data sets are often files as `train.jsonl.gz`."""
+    lines, rows = b"".join(json.dumps(row).encode() + b"\n" for row in (Q, A, Q)), b"question,answer\n1 + 1?,2\n"
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(pack(lines))
+    (tmp_path / "plain.jsonl").write_bytes(pack(lines))
+    (tmp_path / f"a.csv{suffix}").write_bytes(pack(rows))
+    for name in (f"a.jsonl{suffix}", "plain.jsonl"):
+        assert _read_all(tmp_path / name) == [Q, A, Q]
+        assert open_records(tmp_path / name).location(1).line == 2
+    assert _read_all(tmp_path / f"a.csv{suffix}") == [Q]
+    (tmp_path / f"b.jsonl{suffix}").write_bytes(pack(lines * 99)[:-9])
+    with pytest.raises(InvalidInput, match=f"b.jsonl{suffix}: it cannot be unpacked"):
+        open_records(tmp_path / f"b.jsonl{suffix}")
+
+
+def test_a_folder_with_one_split_is_read(tmp_path):
+    """axolotl#2193, Visual-RFT#110."""
+    one = datasets.Dataset.from_list([Q, Q])
+    datasets.DatasetDict({"train_sft": one}).save_to_disk(tmp_path / "one")
+    assert _read_all(tmp_path / "one") == [Q, Q]
+    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "two")
+    with pytest.raises(InvalidInput, match="it holds several splits: train, test(.|\\n)*Name one:  .*two/train"):
+        open_records(tmp_path / "two")

@@ -112,12 +112,13 @@ def test_maps_are_mappings_and_encoded_values_are_read(tmp_path):
     pairs = pyarrow.array([[("a", 0.1), ("b", None)], None], pyarrow.map_(pyarrow.string(), pyarrow.float32()))
     table = pyarrow.table({"question": pyarrow.array(["?", "!"]).dictionary_encode(), "meta": pairs,
                            "answer": pyarrow.array([0.1, None], pyarrow.float16()),
+                           "view": pyarrow.array([[0.1], None], pyarrow.list_view(pyarrow.float32())),
                            "long": pyarrow.array([["x"], None], pyarrow.large_list(pyarrow.large_string()))})
     files.write_table(table, tmp_path / "a.parquet")
     assert open_records(tmp_path / "a.parquet", Data(train="", columns={"a": "meta.a"})).get([0])[0]["a"] == 0.1
     assert open_records(tmp_path / "a.parquet").get([0, 1]) == [
-        {"question": "?", "meta": {"a": 0.1, "b": None}, "answer": 0.1, "long": ["x"]},
-        {"question": "!", "meta": None, "answer": None, "long": None}]
+        {"question": "?", "meta": {"a": 0.1, "b": None}, "answer": 0.1, "view": [0.1], "long": ["x"]},
+        {"question": "!", "meta": None, "answer": None, "view": None, "long": None}]
 
 
 @pytest.mark.parametrize("folder", [False, True])

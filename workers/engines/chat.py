@@ -8,6 +8,7 @@ it, since a tokenizer may write a text otherwise at the beginning than within.
 from __future__ import annotations
 
 import bisect
+import json
 import os
 import re
 import threading
@@ -20,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.config.run import Data
 from distflow.config.templates import lack_of, template_options
-from distflow.data.problems import Message, mend_text
+from distflow.data.problems import Message, content_text, mend_text
 from distflow.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -152,8 +153,11 @@ def prompt_opening(tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools = None,
                   **options: Any) -> str:
-    """Return the text of a prompt by the chat template."""
-    continues = messages[-1]["role"] == "assistant"
+    """Return the text of a prompt by the chat template. A last message of the assistant that says nothing yet is left
+    to the template, which begins it."""
+    last, continues = messages[-1], messages[-1]["role"] == "assistant"
+    if continues and len(messages) > 1 and not (content_text(last.get("content")) or last.get("tool_calls")):
+        messages, continues = messages[:-1], False
     return _render(tokenizer, messages, tools, options, add_generation_prompt=not continues,
                    continue_final_message=continues)
 
@@ -288,11 +292,26 @@ def _said(text: str) -> Message:
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools, options: Mapping[str, Any],
-            **how: bool) -> str:
+            **how: Any) -> str:
     template = None if tokenizer.chat_template else _LINES
     with tokenizer_lock:
         render = cast(Any, tokenizer.apply_chat_template)
-        return str(render(messages, tools=tools, chat_template=template, tokenize=False, **how, **options))
+        how = {"tools": tools, "chat_template": template, "tokenize": False, **how, **options}
+        try:
+            return str(render(messages, **how))
+        except TypeError:  # DeepSeek's templates join the arguments of a call to other texts
+            written = [{**message, "tool_calls": [*map(_with_arguments_as_text, message["tool_calls"])]}
+                       if message.get("tool_calls") else message for message in messages]
+            if written == messages:
+                raise
+            return str(render(written, **how))
+
+
+def _with_arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(called := call.get("function"), dict):
+        return {**call, "function": _with_arguments_as_text(called)}
+    given = call.get("arguments")
+    return {**call, "arguments": json.dumps(given, ensure_ascii=False)} if isinstance(given, dict) else call
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

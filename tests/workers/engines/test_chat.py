@@ -6,10 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tokenizers_of_kinds import KINDS
 
 from distflow.config.run import Data
 from distflow.errors import InvalidInput
-from workers.engines.chat import TurnTemplate, prompt_tokens, require_template
+from workers.engines.chat import TurnTemplate, prompt_tokens, render_whole, require_template
 from workers.engines.embedded import build_tokenizer
 
 CHATML = ("{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -137,3 +138,22 @@ def test_an_answer_that_a_text_has_ended_gets_the_template_s_end(chatml):
     between = TurnTemplate(chatml, [chatml.eos_token_id])
     stopped, ended = (torch.tensor(chatml(text)["input_ids"]) for text in ("so </call>", "so <|im_end|>"))
     assert [between.ended(answer) for answer in (stopped, ended, stopped[:0])] == [False, True, False]
+
+
+def test_arguments_are_texts_where_the_template_joins_them_to_others(chatml):
+    """transformers#45419: DeepSeek's templates raise TypeError for objects, and others for texts."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é"}}}
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    chatml.chat_template += ("{% for message in messages %}{% for call in message.tool_calls or [] %}"
+                             "{{ '<call>' + call.function.arguments + '</call>' }}{% endfor %}{% endfor %}")
+    assert '<call>{"a": 1, "b": "é"}</call>' in render_whole(chatml, talk)
+    chatml.chat_template = chatml.chat_template.replace("'<call>' +", "1 +")
+    with pytest.raises(TypeError):
+        render_whole(chatml, talk)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_that_says_nothing_yet_is_begun_by_the_template(kind):
+    """transformers#40732: an empty answer lost what the template writes before one, or got an empty thought."""
+    tokenizer, asked = KINDS[kind](), [{"role": "user", "content": "1 + 1?"}]
+    assert prompt_tokens(tokenizer, [*asked, {"role": "assistant", "content": ""}]) == prompt_tokens(tokenizer, asked)
