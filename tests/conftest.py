@@ -20,10 +20,10 @@ from typing import Any
 
 import fork_server
 import pytest
-from harness import command, environment, write_workspace
+from harness import command, environment, with_settings, write_workspace
 from hypothesis import settings
 from ranks import forget_users
-from ready import Ready, ReadyRun
+from ready import SCRIPT, Ready, ReadyRun, places
 from warm import fork_or_execute
 
 from distflow.config import sizes
@@ -36,7 +36,7 @@ sizes._describing, DESCRIBING = fork_server.describe, sizes._describing
 BEGAN, MINUTES = time.monotonic(), os.environ.get("TEST_MINUTES", "")
 """After so many minutes no more whole runs are started: on a machine of many users a suite may last twice as long."""
 LEFT_OUT = "the time for whole runs is over"
-RUNNING = {"launch", "begin", "ready", "cluster"}
+RUNNING = {"ready", "cluster"}
 """Fixtures that start whole runs."""
 
 
@@ -106,7 +106,8 @@ def _search_path() -> Iterator[None]:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have Python commands forked from this process, which has loaded what they need."""
+    """Have Python commands forked from this process, which has loaded what they need; what runs need too, by `load` of
+    `ready.py`."""
     monkeypatch.setattr(subprocess, "_fork_exec", fork_or_execute)
 
 
@@ -151,7 +152,7 @@ def launch(workspace: Path, ready: Ready) -> Callable[..., subprocess.CompletedP
             done = subprocess.run(command(ranks, *arguments), cwd=workspace, env=environment(), capture_output=True,
                                   text=True, timeout=300, check=False)
         else:
-            done = ready.run(ranks, arguments, workspace, environment(), timeout=300)
+            done = ready.run(ranks, arguments, workspace, environment())
         assert code is None or done.returncode == code, done.stdout[-2000:] + done.stderr[-6000:]
         return done
 
@@ -178,6 +179,25 @@ def begin(workspace: Path, ready: Ready) -> Iterator[Callable[..., ReadyRun]]:
         run.stdout.close()
 
 
+@pytest.fixture
+def begin_apart(workspace: Path, ready: Ready) -> Iterator[Callable[..., list[ReadyRun]]]:
+    """Begin each rank of a run by its own arguments and variables; they meet at a store of this process."""
+    import torch.distributed as dist
+
+    store, begun = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), list[ReadyRun]()
+
+    def start(*lines: tuple[str, ...], variables: tuple[dict[str, str], ...] = ({},) * 9) -> list[ReadyRun]:
+        for rank, (line, more) in enumerate(zip(lines, variables)):
+            own = environment() | places(rank, len(lines), ("127.0.0.1", store.port)) | more
+            begun.append(ready.command(str(SCRIPT), *with_settings(line), folder=workspace, environment=own))
+        return begun
+
+    yield start
+    for rank in begun:
+        rank.kill()
+        rank.stdout.close()
+
+
 @pytest.fixture(scope="session")
 def run_once(ready: Ready, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`run_once(ranks, *arguments, files=((NAME, TEXT), …))`: the folder of a run that is made once for all tests."""
@@ -190,7 +210,7 @@ def run_once(ready: Ready, tmp_path_factory: pytest.TempPathFactory) -> Callable
             write_workspace(folder)
             for name, text in files:
                 (folder / name).write_text(text)
-            done = ready.run(ranks, (*arguments, "--name", "once"), folder, environment(), timeout=300)
+            done = ready.run(ranks, (*arguments, "--name", "once"), folder, environment())
             assert done.returncode == 0, done.stderr[-4000:]
             made[key] = folder / "runs/once"
         return made[key]

@@ -1,21 +1,24 @@
 """A process of the fork server's, which forks the ranks of runs: what takes seconds is loaded once. It forks the
-command line too, with torchrun and the ranks that this starts (`warm.py`).
+command line too, with torchrun and the ranks that this starts (`warm.py`), which load distflow again.
 
-A rank is a process of its own with the environment that torchrun gives, in which `launch.py` runs as a script; nothing
-of distflow is loaded there. As torchrun does, its parent holds the store, and ends the others when one fails. What
-torchrun itself does is tested by runs that it starts (`harness.command`).
+A rank is a process of its own with the environment that torchrun gives, in which `launch.py` runs as a script. As
+torchrun does, its parent holds the store, and ends the others when one fails. What torchrun itself does is tested by
+runs that it starts (`harness.command`).
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
+import importlib
 import json
 import os
 import select
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from subprocess import TimeoutExpired
@@ -25,6 +28,10 @@ from fork_server import fork_process
 from warm import become, forget_parent
 
 SCRIPT = Path(__file__).resolve().parents[1] / "distflow" / "launch.py"
+_OURS = ("distflow.launch", "distflow.recovery.scale", "distflow.recovery.supervisor", "planners", "workers.context",
+         "workers.engines.hf", "workers.engines.turns", "workers.functions.advantages", "workers.functions.inference",
+         "workers.preflight.tokens", "workers.worker")
+"""Modules that each rank loads, and by these nearly all others."""
 _GRACE = 30.0
 """Seconds that the others have to leave when a rank has failed, as with torchrun."""
 _LONGEST = 1 << 20
@@ -73,31 +80,29 @@ class Ready:
 
     def start(self, ranks: int, arguments: tuple[str, ...], folder: Path, environment: dict[str, str], out: int,
               err: int) -> ReadyRun:
-        """Begin `torchrun --nproc-per-node RANKS distflow/launch.py ARGUMENTS` in a folder, whose output goes to two
-        descriptors. Its exit code is 1 if any rank's is not 0."""
+        """Begin `torchrun --nproc-per-node RANKS distflow/launch.py ARGUMENTS` in a folder, or `python ARGUMENTS` with
+        0 ranks; the output goes to two descriptors. The exit code is 1 if any rank's is not 0."""
         from harness import with_settings  # not where ranks are forked
 
-        return self._start(out, err, ranks=ranks, line=[str(SCRIPT), *with_settings(arguments)], folder=str(folder),
-                           environment=environment)
-
-    def command(self, *line: str, folder: Path, environment: dict[str, str]) -> ReadyRun:
-        """Begin `python LINE` in a folder; `stdout` has all that it says."""
-        said, theirs = os.pipe()
-        try:
-            run = self._start(theirs, theirs, ranks=0, line=line, folder=str(folder), environment=environment)
-        finally:
-            os.close(theirs)
-        run.stdout = os.fdopen(said, errors="replace")
-        return run
-
-    def _start(self, out: int, err: int, **job: Any) -> ReadyRun:
+        job = {"ranks": ranks, "line": [str(SCRIPT), *with_settings(arguments)] if ranks else arguments,
+               "folder": str(folder), "environment": environment}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             socket.send_fds(self.line, [json.dumps(job).encode()], [out, err, theirs.fileno()])
         return ReadyRun(ours)
 
+    def command(self, *line: str, folder: Path, environment: dict[str, str]) -> ReadyRun:
+        """Begin `python LINE` in a folder; `stdout` has all that it says."""
+        said, theirs = os.pipe()
+        try:
+            run = self.start(0, line, folder, environment, theirs, theirs)
+        finally:
+            os.close(theirs)
+        run.stdout = os.fdopen(said, errors="replace")
+        return run
+
     def run(self, ranks: int, arguments: tuple[str, ...], folder: Path, environment: dict[str, str],
-            timeout: float) -> subprocess.CompletedProcess:
+            timeout: float = 300) -> subprocess.CompletedProcess:
         """The same to its end.
 
         Raises:
@@ -158,6 +163,11 @@ def serve(line: socket.socket) -> None:
     """Jobs until the tests are over. A rank leaves by the `SystemExit` of its script, as any process does."""
     forget_parent()
     load()
+    sys.path.insert(0, str(SCRIPT.parents[1]))
+    for name in _OURS:
+        importlib.import_module(name)
+    sys.modules["distflow.contracts.functions"].built_in()  # reads what stands in many files, once
+    gc.freeze()  # or each fork looks through it for cycles, and copies it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         job, descriptors, _, _ = socket.recv_fds(line, _LONGEST, 3)
@@ -196,6 +206,8 @@ def attend(job: dict[str, Any], outputs: list[int]) -> NoReturn:
     os.chdir(job["folder"])
     os.environ.clear()
     os.environ.update(job["environment"])
+    from distflow.telemetry import heartbeat
+
     if not job["ranks"]:
         become(job["line"])
     listening = socket.create_server(("127.0.0.1", 0))
@@ -205,6 +217,7 @@ def attend(job: dict[str, Any], outputs: list[int]) -> NoReturn:
         if not process:
             listening.close()
             os.environ.update(places(rank, job["ranks"], address))
+            heartbeat.set_current(heartbeat.Heartbeat())  # which is memory that forks share
             become(job["line"])
         ranks.append(process)
     import torch.distributed as dist

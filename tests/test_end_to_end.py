@@ -2,11 +2,9 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
-from harness import ROOT, command, environment, lines_of, metrics_of
+from harness import lines_of, metrics_of
 
 GRPO = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml")
 
@@ -54,23 +52,11 @@ def test_bad_input_is_said_once_and_leaves_nothing(launch, workspace):
     assert not (workspace / "runs").exists()
 
 
-@pytest.mark.run
-def test_ranks_with_different_plans_stop_with_an_explanation(workspace):
-    """Two ranks, started by hand with different settings, meet at one store."""
-    import torch.distributed as dist
-
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = []
-    for rank, clip in enumerate(("0.2", "0.3")):
-        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        line = [sys.executable, str(ROOT / "distflow/launch.py"), *GRPO, "--set", f"nodes.update.with.clip={clip}"]
-        processes.append(subprocess.Popen(line, cwd=workspace, env={**environment(), **place}, text=True,
-                                          stdout=subprocess.PIPE, stderr=subprocess.PIPE))
-    outputs = [process.communicate(timeout=120) for process in processes]
-    for process, (_, errors) in zip(processes, outputs):
-        assert process.returncode == 1, errors
-        assert "the ranks do not have the same plan: rank 1 has" in errors
+def test_ranks_with_different_plans_stop_with_an_explanation(begin_apart, workspace):
+    for rank in begin_apart(*((*GRPO, f"nodes.update.with.clip={clip}") for clip in (0.2, 0.3))):
+        said = rank.stdout.read()
+        assert rank.wait(120) == 1, said
+        assert "the ranks do not have the same plan: rank 1 has" in said
     assert not (workspace / "runs").exists()
 
 
@@ -85,12 +71,9 @@ def in_place(rewards: Tensor) -> Tensor:
 """
 
 
-@pytest.mark.run
-def test_a_function_that_writes_into_its_input_is_refused(workspace):
+def test_a_function_that_writes_into_its_input_is_refused(launch, workspace):
     (workspace / "greedy.py").write_text(GREEDY)
-    result = subprocess.run(command(1, *GRPO, "nodes.advantage.function=greedy:in_place"), cwd=workspace,
-                            env=environment(), capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 1
+    result = launch(1, *GRPO, "nodes.advantage.function=greedy:in_place", code=1)
     assert "greedy:in_place changed its input `rewards` in place" in result.stderr
     assert "rewards = rewards.clone()" in result.stderr
 
@@ -107,13 +90,9 @@ def stuck(completion: str, answer: str) -> float:
 """
 
 
-@pytest.mark.run
-def test_a_wait_in_vain_ends_and_names_the_culprit(workspace):
+def test_a_wait_in_vain_ends_and_names_the_culprit(launch, workspace):
     (workspace / "stuck_reward.py").write_text(BLOCKING)
-    changes = ("imports=[stuck_reward]", "nodes.reward.with.reward=stuck", "wait_limit=20")
-    result = subprocess.run(command(2, *GRPO, *changes), cwd=workspace, env=environment(),
-                            capture_output=True, text=True, timeout=240, check=False)
-    assert result.returncode == 1, result.stderr
+    result = launch(2, *GRPO, "imports=[stuck_reward]", "nodes.reward.with.reward=stuck", "wait_limit=20", code=1)
     assert "a rank did not come within the wait limit" in result.stderr
     assert "in node `reward` (function workers.functions.rewards:score), step 1, rank 0" in result.stderr
     assert "missing: rank 1 is in step 1, computing node `reward`, for" in result.stderr

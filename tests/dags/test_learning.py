@@ -72,7 +72,7 @@ CASES = [
 
 
 def run(ready: Ready, folder: Path, *arguments: str) -> None:
-    done = ready.run(1, arguments, folder, environment(), timeout=300)
+    done = ready.run(1, arguments, folder, environment())
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 

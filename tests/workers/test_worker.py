@@ -109,12 +109,11 @@ def test_a_worker_killed_in_its_first_start_leaves_the_folder_to_rank_0(launch, 
     assert (workspace / "runs/again/summary.json").is_file()
 
 
-@pytest.mark.run
-def test_ranks_whose_environments_differ_in_how_gloo_connects_reach_each_other(launch, workspace, monkeypatch):
-    (workspace / "sitecustomize.py").write_text(
-        'import os\n\nos.environ["TORCH_GLOO_LAZY_INIT"] = os.environ.get("RANK", "0")\n')
-    monkeypatch.setenv("PYTHONPATH", str(workspace))
-    launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--set", "steps=1", torchrun=True)
+def test_ranks_whose_environments_differ_in_how_gloo_connects_reach_each_other(begin_apart):
+    line = "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "steps=1"
+    for rank in begin_apart(line, line, variables=({"TORCH_GLOO_LAZY_INIT": "0"}, {"TORCH_GLOO_LAZY_INIT": "1"})):
+        said = rank.stdout.read()
+        assert rank.wait(120) == 0, said
 
 
 def _import_the_launcher() -> None:
