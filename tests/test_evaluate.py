@@ -5,30 +5,34 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 
 import pytest
 import yaml
 from harness import ROOT, environment, lines_of
 
+from distflow.cli import main
 from distflow.cli.evaluate import subject
 
 GRPO = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml")
 VALIDATED = ("--set", "validation={data: {heldout: train.jsonl}, every: 2, reward: brevity}")
 
 
-def distflow(workspace, *arguments: str, code: int = 0) -> subprocess.CompletedProcess:
-    done = subprocess.run([sys.executable, "-m", "distflow.cli", *arguments], cwd=workspace, capture_output=True,
-                          text=True, env={**environment(), "PYTHONPATH": str(ROOT)}, timeout=200, check=False)
-    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
-    return done
+@pytest.fixture
+def distflow(workspace, ready):
+    def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess:
+        line = "-m", "distflow.cli", *arguments
+        done = ready.run(0, line, workspace, {**environment(), "PYTHONPATH": str(ROOT)})
+        assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
+        return done
+
+    return run
 
 
 def results(done: subprocess.CompletedProcess) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_a_run_is_evaluated_as_it_validated_itself(launch, workspace):
+def test_a_run_is_evaluated_as_it_validated_itself(launch, workspace, distflow):
     """Greedy answers earn what the last validation said, on one and on two ranks; the user's own reward is found. A
     problem with an empty field is left out, as validation leaves it out."""
     launch(1, *GRPO, *VALIDATED, "--set", "steps=2", "--name", "run")
@@ -36,7 +40,7 @@ def test_a_run_is_evaluated_as_it_validated_itself(launch, workspace):
     empty = (workspace / "train.jsonl").read_text() + json.dumps({"question": "", "answer": "1"})
     (workspace / "again.jsonl").write_text(empty)
     for options in ((), ("--ranks", "2", "--data", "again=again.jsonl")):
-        found, = results(distflow(workspace, "evaluate", "runs/run", "--json", *options))
+        found, = results(distflow("evaluate", "runs/run", "--json", *options))
         assert found["problems"] == 10
         assert found["figures"]["mean@1"]["value"] == pytest.approx(accuracy, abs=1e-6)
     assert found["data"] == "again"
@@ -44,36 +48,36 @@ def test_a_run_is_evaluated_as_it_validated_itself(launch, workspace):
     assert len({row["questions"] for row in samples}) == 10
 
 
-def test_a_run_that_converses_is_evaluated_with_its_environment(launch, workspace):
+def test_a_run_that_converses_is_evaluated_with_its_environment(launch, workspace, distflow):
     launch(1, "--dag", "grpo_tools.yaml", "--run-file", "tiny.yaml", "--set", "steps=1", "--name", "run")
-    done, = results(distflow(workspace, "evaluate", "runs/run", "--json", "--data", "some=train.jsonl"))
+    done, = results(distflow("evaluate", "runs/run", "--json", "--data", "some=train.jsonl"))
     assert done["figures"].keys() == {"mean@1", "pass@1"}
     samples = lines_of(workspace / done["folder"] / "samples.jsonl")
     assert len(samples) == done["problems"] == 10
     assert [row for row in samples if not {"turns", "environment_rewards"} <= row.keys()] == []
 
 
-def test_several_samples_give_pass_at_k(launch, workspace):
+def test_several_samples_give_pass_at_k(launch, workspace, distflow):
     launch(1, *GRPO, *VALIDATED, "--set", "steps=1", "--name", "run")
-    done = distflow(workspace, "evaluate", "runs/run", "--samples", "3", "--set", "nodes.tally.with.threshold=0.1")
+    done = distflow("evaluate", "runs/run", "--samples", "3", "--set", "nodes.tally.with.threshold=0.1")
     table = done.stdout.partition("heldout: 10 problems")[2].splitlines()[1:-1]
     shown = {line.split()[0]: float(line.split()[1]) for line in table}
     assert shown["pass@1"] <= shown["pass@2"] <= shown["pass@3"]
     assert {"pass@1", "pass@2", "pass@3", "mean@3"} == set(shown)
 
 
-def test_a_run_that_has_not_finished_is_exported_first(launch, workspace):
+def test_a_run_that_has_not_finished_is_exported_first(launch, workspace, distflow):
     """An export leaves all that the run has written, which may be going on."""
     launch(1, *GRPO, *VALIDATED, "--set", "steps=4", "--name", "run")
     run = workspace / "runs/run"
     final = (run / "model/model.safetensors").read_bytes()
     shutil.rmtree(run / "model")
     before = {path: path.stat().st_ino for path in run.rglob("*") if path.is_file()}
-    assert "distflow export runs/run" in distflow(workspace, "evaluate", "runs/run", code=2).stderr
-    distflow(workspace, "export", "runs/run", "elsewhere")
+    assert "distflow export runs/run" in distflow("evaluate", "runs/run", code=2).stderr
+    distflow("export", "runs/run", "elsewhere")
     assert (workspace / "elsewhere/model/model.safetensors").read_bytes() == final
     assert {path: path.stat().st_ino for path in run.rglob("*") if path.is_file()} == before
-    distflow(workspace, "export", "runs/run")
+    distflow("export", "runs/run")
     assert (run / "model/model.safetensors").read_bytes() == final
 
 
@@ -110,8 +114,10 @@ def test_a_model_folder_is_evaluated_by_the_reward_and_on_the_problems_of_the_ru
     (("model",), "has no validation data. Name the problems:  --data test.jsonl"),
     (("model", "--data", "tset.jsonl"), "there is no data `tset.jsonl`"),
 ])
-def test_mistakes_are_answered_before_anything_runs(workspace, arguments, expected):
+def test_mistakes_are_answered_before_anything_runs(workspace, monkeypatch, capsys, arguments, expected):
+    monkeypatch.chdir(workspace)
     (workspace / "model").mkdir()
     (workspace / "model/config.json").write_text("{}")
-    assert expected in distflow(workspace, "evaluate", *arguments, code=2).stderr
+    assert main(["evaluate", *arguments]) == 2
+    assert expected in capsys.readouterr().err
     assert not (workspace / "runs").exists()

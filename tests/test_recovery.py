@@ -160,8 +160,7 @@ def test_in_sync_it_has_the_same_samples_and_the_same_bits(launch, workspace, wr
     assert (stormy / model).read_bytes() == (calm / model).read_bytes()
 
 
-@pytest.mark.run
-def test_torchrun_starts_everything_again(workspace, write, left):
+def test_torchrun_starts_everything_again(workspace, write, left, ready):
     """With `restarts: 0`; the run goes on in its folder, and not in that of an earlier one."""
     settings = write("calm", [{"kind": "kill", "step": 3, "phase": "training"}], "steps=5", "mode=async",
                      "checkpoint.every=1", "robust.restarts=0")
@@ -169,8 +168,7 @@ def test_torchrun_starts_everything_again(workspace, write, left):
     line.insert(line.index("--standalone"), "--max-restarts=2")
     (workspace / "runs/grpo-1").mkdir(parents=True)
     (workspace / "runs/grpo-1/launch.json").write_text('{"search": [], "torchrun": "none elsewhere 1 1"}')
-    done = subprocess.run(line, cwd=workspace, env=environment(), capture_output=True, text=True, timeout=300,
-                          check=False)
+    done = ready.run(0, line[1:], workspace, environment())
     assert done.returncode == 0, done.stdout + done.stderr
     assert left() == []
     require_each_step_once(workspace / "runs/grpo-2", 5)
