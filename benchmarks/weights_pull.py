@@ -14,9 +14,8 @@ publisher's memory, which the rollout then has mapped and locked. So it may be f
 
 All memory has been used before. Repeats of all sides take turns.
 
-Then a rollout of two ranks (`tp: 2`), a leader and one that follows, loads a version that a trainer on another machine
-has: bytes that came over the network, over those of the ranks' slices, which are one model. On one machine a rank
-pulls for both, and the other uses its memory. On two machines each pulls all.
+Then two ranks pull as those of a split model do (`tp: 2`) what a trainer on another machine has: bytes that came over
+the network, over those of the ranks' slices. On one machine a rank pulls all for both. On two each pulls its own.
 """
 
 from __future__ import annotations
@@ -33,28 +32,22 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.group import on_ranks
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed
 from distflow.config.models import missing_transport
-from distflow.config.run import RoleRun
 from distflow.data.exchange import gather_values
 from distflow.rpc.shared_memory import MemoryAddress
 from distflow.store.interface import Store
 from distflow.store.tcp import TCPStoreClient, store_on
 from distflow.weights.publisher import Publisher
 from distflow.weights.puller import Puller
+from distflow.weights.shard_slice import Reads, ShardSlice, Split
 from distflow.weights.sources import SourceClient, SourceConnections
 from distflow.weights.transport import transports
 from distflow.weights.transport.memory import LockedMemory
-from workers.engines.devices import NAMES
-from workers.engines.embedded import build_model, build_tokenizer
-from workers.engines.hf import HFRollout
-from workers.engines.shared_engine import SharedEngine
-from workers.engines.tp_leader import TPFollowerEngine, TPLeader
-from workers.engines.weight_updates import WeightUpdates
-from workers.weight_sync import load_if_newer
+from workers.engines.embedded import build_model
+from workers.engines.tensor_parallel import ROW_PARALLEL
 
 TRANSPORTS = [way for way in ("memory", "ucx", "tcp") if not missing_transport(way)]
 GOAL, MIB = 0.8, 1 << 20
@@ -234,47 +227,48 @@ def measure(pair: Pair, mib: int, repeats: int) -> dict[str, Spread]:
     return found
 
 
-def pull_split(port: int, token: bytes, machines: list[str]) -> tuple[int, list[int]]:
-    """Publish on the first rank, load on the others, which are one rollout. Return the bytes of the model, and those
-    that each rank of the rollout has received from other machines."""
-    rank, store = dist.get_rank(), TCPStoreClient("127.0.0.1", port, 60.0).below(", ".join(machines))
+def pull_split(port: int, token: bytes, machines: list[str], repeats: int) -> tuple[int, list[list[tuple[float, int]]]]:
+    """Publish on the first rank; pull on the others, which are one rollout, slices and all in turns. Return the bytes
+    that they read, and of each repeat seconds and bytes received, of slices and of all."""
+    rank, store, split = dist.get_rank(), TCPStoreClient("127.0.0.1", port, 60.0).below(machines[-1]), Split(
+        2, ROW_PARALLEL)
     os.environ["DISTFLOW_MACHINE"] = machines[rank]
-    mesh, group = init_device_mesh("cpu", (3, 1, 1, 1), mesh_dim_names=NAMES), dist.new_group([1, 2])
     model = build_model(8192, 0, layers=8, hidden=512, heads=8, kv_heads=4)
     tensors = {name: parameter.data for name, parameter in model.named_parameters()}
-    size, received = sum(tensor.nbytes for tensor in tensors.values()), 0
-    if rank == 0:
-        publisher = Publisher(store, token, rank=0, ranks=1)
-        publisher.publish(1, {name: tensor + 1 for name, tensor in tensors.items()})
+    pieces = [piece for name, tensor in tensors.items()
+              for piece in split.pieces(ShardSlice.whole(name, tuple(tensor.shape), tensor.dtype), tensor)]
+    boxes = [{each.name: [(each.start, each.size)] for part, each, _ in pieces if part in (one, 2)} for one in range(2)]
+    reads = Reads.on_machine(machines[rank], [*zip(machines[1:], boxes)], torch.float32) if rank else Reads()
+    own = sum(each.nbytes for part, each, _ in pieces if part in (rank - 1, 2)) if rank else 0
+    publisher = Publisher(store, token, rank=0, ranks=1) if rank == 0 else None
+    pullers = [Puller(store, token, f"{number} {rank}", reads=each) for number, each in enumerate((reads, Reads()))] \
+        if rank else []
+    found: list[list[tuple[float, int]]] = []
+    for version in range(2 * (repeats + 1)):  # the first two make connections and buffers
+        if publisher:
+            publisher.publish(version, {name: tensor + version for name, tensor in tensors.items()}, torch.float32,
+                              {"": 1}, split)
         dist.barrier()
-        publisher.close()
-    else:
-        engine = HFRollout.build(model, build_tokenizer(["one"]), RoleRun(), mesh, 0, [2])
-        updates = WeightUpdates(Puller(store, token, f"rollout {rank}"), 0)
-        if rank == 1:
-            leader = TPLeader(engine, group)
-            shared = SharedEngine(leader, lambda shared: load_if_newer(updates, shared))
-            while leader.version < 1:
-                shared.renew(shared)
-            leader.release_followers()
-        else:
-            TPFollowerEngine(engine, updates, group).run()
-        whole = updates.puller.whole
-        if whole is None or engine.version != 1:
-            raise SystemExit(f"rank {rank} of the rollout has not loaded the version")
-        received = sum(part.size for number, part in whole.chunks.parts.items() if number not in whole.chunks.mapped)
+        begun, moved = time.perf_counter(), 0
+        if pullers:
+            chunks = pullers[version % 2].pull().chunks
+            moved = chunks.moved if len(chunks.mapped) < len(chunks.parts) else 0
         dist.barrier()
-        updates.close()
-    return size, gather_values(received)[1:]
+        pair = time.perf_counter() - begun, sum(gather_values(moved))
+        found = [*found[:-1], [*found[-1], pair]] if version % 2 else [*found, [pair]]
+    for each in filter(None, (*pullers, publisher)):
+        each.close()
+    return sum(gather_values(own)), found[1:]
 
 
-def measure_split() -> None:
+def measure_split(repeats: int) -> None:
     store = store_on("127.0.0.1")
     for name, machines in {"one machine": ["a", "b", "b"], "two machines": ["a", "b", "c"]}.items():
-        size, received = on_ranks(3, pull_split, store.port, secrets.token_bytes(32), machines)
-        sizes = " and ".join(f"{each / MIB:.1f}" for each in received)
-        print(f"a rollout of two ranks on {name}: {sizes} MiB received by its ranks, {sum(received) / size:.3f} of "
-              "their slices", flush=True)
+        read, runs = on_ranks(3, pull_split, store.port, secrets.token_bytes(32), machines, repeats)
+        slices, whole = zip(*runs)
+        print(f"a rollout of two ranks on {name}: {max(size for _, size in slices) / read:.3f} of the slices received, "
+              f"{max(size for _, size in whole) / read:.3f} where all is pulled; seconds over those of all: "
+              f"{Spread.of([less[0] / more[0] for less, more in runs])}", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -288,7 +282,7 @@ def main(arguments: list[str] | None = None) -> None:
     if missing := missing_transport("ucx"):
         print(f"ucx is left out: {missing}")
     found = {(mib, way): spread for mib in sizes for way, spread in measure(pair, mib, given.repeats).items()}
-    measure_split()
+    measure_split(given.repeats)
     worst = min(found, key=lambda case: found[case].median)
     print(f"the least of all is {worst[1]} at {worst[0]} MiB")
     conclude("a pull's rate, verified, over that of the raw transport: the least of all sizes and transports",

@@ -35,6 +35,7 @@ from distflow.rpc.host import own_host
 from distflow.store.interface import Store, poll_interval
 from distflow.telemetry import events
 from distflow.weights.puller import Puller
+from distflow.weights.shard_slice import Reads
 
 VALIDATING = "validating"  # what the dock is told of a rollout that validates, once it has the weights
 _OVER, _FIRST, _CAME, _LEFT, _DOCK = "over", "first step", "came", "left", "dock"
@@ -90,8 +91,8 @@ class RolloutChannel:
     def weights(self, role: str) -> Store:
         return self.store.below(f"weights/{role}")
 
-    def puller(self, role: str, who: str, transport: str) -> Puller:
-        return Puller(self.weights(role), self.token, who, host=self.host, transport=transport)
+    def puller(self, role: str, who: str, transport: str, reads: Reads) -> Puller:
+        return Puller(self.weights(role), self.token, who, host=self.host, transport=transport, reads=reads)
 
     def rows_of(self, prompts: Tensor) -> Tensor:
         return (prompts[:, None] * self.rows + torch.arange(self.rows)).flatten()

@@ -15,7 +15,7 @@ from distflow.data.batch import Batch
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import peer_errors
 from distflow.errors import StepFailed
-from distflow.plan import Task
+from distflow.plan import ROLLOUT, Task
 from distflow.recovery.detectors import StepMonitor, StepReport
 from distflow.recovery.rank_status import RankStatus
 from distflow.recovery.worker_process import WorkerContext
@@ -72,7 +72,8 @@ class TrainContext:
                                  self.plan.source, plan=self.plan, sampled_elsewhere=channel is not None)
         self.source: Source = DockSource(self.loader, self.plan, channel, run, self.trained, self.rank,
                                          self.attempt) if channel else self.loader
-        self.weights = WeightPublication(channel, self.plan, self.roles, run.transport) \
+        self.weights = WeightPublication(channel, self.plan, self.roles, run.transport, max(
+            group.plan.ranks for group in self.context.plan.groups if group.kind == ROLLOUT)) \
             if channel and self.context.plan.rollouts else None
         if writes:
             events.current().open(context.path / "events.jsonl", context.store.rank)

@@ -65,7 +65,7 @@ from workers.rollout_channel import RolloutChannel
 from workers.sink import write_models
 from workers.train_context import TrainContext
 from workers.training_api.calls import TrainingCalls
-from workers.weight_sync import load_if_newer
+from workers.weight_sync import load_if_newer, reads_here
 
 _STOPPED = 60.0  # seconds that a process without a health monitor may be stopped, unless detector `frozen` has others
 _INIT_ADDRESS = "process group"  # key in the store: address at which the ranks of an attempt initialise theirs
@@ -259,7 +259,8 @@ def _sample(context: RankContext, worker_context: WorkerContext, channel: Rollou
     roles, who = build_roles(spec, plan, names, sampling, context.device, training=False), \
         f"rollout {context.store.rank}"
     rollouts = {name: roles[name].sampler for name in sorted(sampling)}
-    updates = {name: WeightUpdates(channel.puller(name, who, spec.run.transport), engine.version, name)
+    updates = {name: WeightUpdates(channel.puller(name, who, spec.run.transport, reads_here(engine)), engine.version,
+                                   name)
                for name, engine in rollouts.items() if spec.dag.roles[name].trained}
     try:
         if dist.get_rank() == 0:

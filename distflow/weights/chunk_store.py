@@ -21,7 +21,7 @@ from distflow.rpc.packing import tensor_at
 from distflow.weights.errors import WeightsError
 from distflow.weights.fingerprint import Sums, sums_of
 from distflow.weights.manifest import Chunk, PublishedVersion, RankManifest, Run, SliceEntry, checksum
-from distflow.weights.shard_slice import ShardSlice
+from distflow.weights.shard_slice import Reads, ShardSlice
 
 ChunkMasks = Mapping[int, numpy.ndarray]
 """By part: [chunks] bool."""
@@ -32,11 +32,11 @@ class ChunkStore:
 
     memory: by part [bytes] uint8, as soon as it is decided where the part lies: in memory of this process, or of a
     source. have: verified chunks. wanted: needed chunks. moved: bytes received so far, verified or not. unchanged:
-    bytes taken from another version.
+    bytes taken from another version. held_key: the key, and what is wanted of the version.
     """
 
-    def __init__(self, version: int, key: str):
-        self.version, self.key = version, key
+    def __init__(self, version: int, key: str, held_key: str = ""):
+        self.version, self.key, self.held_key = version, key, held_key or key
         self.parts: dict[int, RankManifest] = {}
         self.packed: dict[int, bytes] = {}
         self.memory: dict[int, numpy.ndarray] = {}
@@ -59,14 +59,17 @@ class ChunkStore:
             self.count += len(part) if full else 0
             self.changed.notify_all()
 
-    def want_all(self) -> None:
-        """Want the chunks of all slices; a slice that several ranks published is wanted of the first of them."""
-        seen = set[ShardSlice]()
+    def want(self, reads: Reads) -> None:
+        """Want the chunks of slices that are read: of all, where the sums that prove an engine must be made of them.
+        One that several ranks published is wanted of the first of them."""
+        kinds = {content.slice.dtype for part in self.parts.values() for content in part.contents}
+        boxes, seen = reads.boxes if self.parts[0].values and kinds == {reads.dtype} else {}, set[ShardSlice]()
         for number, part in self.parts.items():
             for content in part.contents:
                 if content.slice not in seen:
                     seen.add(content.slice)
-                    self.wanted[number][part.chunks_of(content)] = True
+                    for span in part.chunks_of(content, boxes.get(content.slice.name)):
+                        self.wanted[number][span] = True
 
     def place_part(self, number: int, mapped: numpy.ndarray | None, offered: numpy.ndarray,
                    allocate: Callable[[int], numpy.ndarray]) -> bool:
@@ -249,29 +252,31 @@ class Weights:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor by name, on the CPU, perhaps a view of memory that other processes use: it must not be
-        changed. Raises `WeightsError` if slices do not cover a tensor."""
+        changed. What was not to be read has any values. Raises `WeightsError` if slices do not cover a tensor."""
         for name in sorted(self.found, key=lambda name: self.found[name][0][1].order):
             yield name, self._tensor(name)
 
     @torch.no_grad()
     def _tensor(self, name: str) -> Tensor:
-        first, pieces = self.found[name][0][1].slice, self._slices(name)
+        first, pieces = self.found[name][0][1].slice, {content.slice: None for _, content in self.found[name]}
         odd = any(each.shape != first.shape for each in pieces)
         if odd or sum(each.numel for each in pieces) != math.prod(first.shape):
             raise WeightsError(f"the slices published of tensor `{name}` {list(first.shape)} do not cover it exactly "
                                "once; did all ranks publish the same tensors?")
-        if len(pieces) == 1:
-            return pieces[first]
+        here = self._slices(name)
+        if len(pieces) == len(here) == 1:
+            return here[first]
         whole = torch.empty(first.shape, dtype=first.dtype)
-        for shard_slice, piece in pieces.items():
+        for shard_slice, piece in here.items():
             whole[shard_slice.index].copy_(piece)
         return whole
 
     def _slices(self, name: str) -> dict[ShardSlice, Tensor]:
-        """Return each published slice once, also if several ranks published it, with its contents."""
+        """Return each slice once of which something is here, also if several ranks published it, with its contents."""
         pieces = dict[ShardSlice, Tensor]()
-        for number, (shard_slice, offset, _) in self.found[name]:
-            if shard_slice not in pieces:
+        for number, content in self.found[name]:
+            (shard_slice, offset, _), (span,) = content, self.chunks.parts[number].chunks_of(content)
+            if shard_slice not in pieces and self.chunks.have[number][span].any():
                 memory = torch.from_numpy(self.chunks.memory[number])
                 pieces[shard_slice] = tensor_at(memory, offset, shard_slice.size, shard_slice.dtype)
         return pieces

@@ -46,7 +46,8 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class HeldChunks:
-    """Numbers of chunks of one version that a holder has, and expects: a relay all, a trainer rank its own part."""
+    """Numbers of chunks of one version that a holder has, and expects: a relay all, a trainer rank its own part. One
+    that pulls only what it reads has a key that says so (`Reads.suffix`): to others it is no source."""
 
     version: int
     key: str
@@ -71,7 +72,7 @@ class SourceEntry:
     pulling: str = ""
 
     def of(self, key: str) -> HeldChunks | None:
-        return next((held for held in self.held if held.key == key), None)
+        return next((held for held in self.held if held.key in (key, key.partition("/")[0])), None)
 
     def pack(self) -> str:
         held = [list(astuple(each)) for each in self.held]

@@ -23,7 +23,7 @@ import xxhash
 from distflow.data.column_buffers import dtype_of, tensor_entry
 from distflow.data.columns import ColumnEntry, lay_out, read_schema
 from distflow.weights.fingerprint import Sums
-from distflow.weights.shard_slice import ShardSlice
+from distflow.weights.shard_slice import Box, ShardSlice
 
 SUM = 16
 """Bytes of a checksum."""
@@ -34,10 +34,11 @@ Run = tuple[int, int, int]
 """Consecutive chunks: part, first chunk, number of chunks."""
 
 
-def chunk_size(size: int) -> int:
-    """Return the bytes of a chunk for a part of `size` bytes: a power of two, 1/64 of it or more, 256 KiB to 16 MiB.
-    Each relay in a chain costs one chunk of time; each chunk costs a request."""
-    return min(max(1 << (max(size // _PIECES, 1) - 1).bit_length(), _LEAST), _MOST)
+def chunk_size(size: int, ranks: int = 1) -> int:
+    """Return the bytes of a chunk for a part of `size` bytes, of which each of so many ranks needs its own: a power of
+    two, 1/64 of that or more, 256 KiB to 16 MiB. Each relay in a chain costs one chunk of time; each chunk costs a
+    request."""
+    return min(max(1 << (max(size // ranks // _PIECES, 1) - 1).bit_length(), _LEAST), _MOST)
 
 
 def checksum(data: numpy.ndarray) -> bytes:
@@ -73,9 +74,14 @@ class RankManifest:
         """Return the bytes of a chunk, or of several."""
         return slice(first * self.chunk, min((first + count) * self.chunk, self.size))
 
-    def chunks_of(self, content: SliceEntry) -> slice:
-        """Return the chunks with bytes of a slice."""
-        return slice(content.offset // self.chunk, -(-(content.offset + content.slice.nbytes) // self.chunk))
+    def chunks_of(self, content: SliceEntry, boxes: Sequence[Box] | None = None) -> list[slice]:
+        """Return the chunks with bytes of a slice; with `boxes`, of the rows of it that meet one."""
+        each, size = content.slice, content.slice.nbytes
+        spans = [(0, size)] if boxes is None else [
+            (rows.start * size // each.size[0], rows.stop * size // each.size[0])
+            for rows in map(each.rows_in, boxes) if rows]
+        return [slice((content.offset + begin) // self.chunk, -(-(content.offset + end) // self.chunk))
+                for begin, end in spans]
 
     def pack(self) -> bytes:
         schema = [_entry(content.slice) for content in self.contents]

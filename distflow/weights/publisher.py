@@ -53,7 +53,7 @@ from distflow.weights.manifest import (
     key,
     place_slices,
 )
-from distflow.weights.shard_slice import slices_of
+from distflow.weights.shard_slice import WHOLE, Split, slices_of
 from distflow.weights.transport import Transport, machine_of, transports
 from distflow.weights.transport.ends import SourceEnd
 
@@ -264,19 +264,20 @@ class Publisher:
         self.directory.start()
 
     def publish(self, version: int, shards: Mapping[str, Tensor], dtype: torch.dtype | None = None,
-                values: Sums | None = None) -> None:
+                values: Sums | None = None, split: Split = WHOLE) -> None:
         """Copy and serve this rank's part of a version; when all ranks have done so, it is the newest.
 
         Args:
             shards: tensors by name, in the model's order: DTensors or whole ones. They may change afterwards.
             dtype: in which floating-point tensors travel; None: each in its own.
             values: sums of the whole weights in that dtype, by which engines prove what they hold.
+            split: over the ranks of engines that pull no more than they read: what one reads then lies together.
         """
         if self.held and version <= self.held[-1].version:
             raise WeightsError(f"version {version} was to be published after version {self.held[-1].version}; versions "
                                "count upwards")
         self._withdraw()
-        part, memory = self._copy_shards(shards, dtype, values if values and self.rank == 0 else {})
+        part, memory = self._copy_shards(shards, dtype, values if values and self.rank == 0 else {}, split)
         packed, chunks = part.pack(), ChunkStore(version, key(version, self.attempt))
         chunks.add(self.rank, part, packed, memory)
         self.held.append(chunks)
@@ -302,15 +303,16 @@ class Publisher:
 
     @torch.no_grad()
     def _copy_shards(self, shards: Mapping[str, Tensor], dtype: torch.dtype | None,
-                     values: Sums) -> tuple[RankManifest, numpy.ndarray]:
-        found = slices_of(shards)
+                     values: Sums, split: Split) -> tuple[RankManifest, numpy.ndarray]:
+        pieces = [piece for each in slices_of(shards) for piece in split.pieces(*each)]
+        found = [piece for _, *piece in sorted(pieces, key=lambda piece: piece[0])]
         kinds = [dtype if dtype is not None and shard_slice.dtype.is_floating_point else shard_slice.dtype
                  for shard_slice, _ in found]
         orders = {name: order for order, name in enumerate(shards)}
         contents, size = place_slices(
             [replace(shard_slice, dtype=kind) for (shard_slice, _), kind in zip(found, kinds)],
             [orders[shard_slice.name] for shard_slice, _ in found])
-        memory, chunk = self.buffers.take(size), chunk_size(size)
+        memory, chunk = self.buffers.take(size), chunk_size(size, split.ranks)
         whole = torch.from_numpy(memory)
         sums: list[bytes] = []
         pairs = ((whole[content.offset : content.offset + content.slice.nbytes], local.to(content.slice.dtype))

@@ -28,6 +28,7 @@ from distflow.weights.directory import Directory, HeldChunks, Holders, SourceEnt
 from distflow.weights.errors import WeightsError, WeightsLate, WeightsLost
 from distflow.weights.manifest import Chunk, PublishedVersion, RankManifest, Run, version_of
 from distflow.weights.publisher import SourceServer
+from distflow.weights.shard_slice import Reads
 from distflow.weights.sources import (
     ENDED,
     LOST,
@@ -56,6 +57,7 @@ class ChunkPuller:
         self.directory, self.connections, self.allocate = puller.directory, puller.connections, puller.buffers.take
         self.me, self.deadline, self.stopped = puller.who, puller.deadline, puller.stopped
         self.head, self.chunks, self.old, self.until = head, chunks, old, until
+        self.key = chunks.held_key
         self.failed_sources: dict[str, int] = {}
         """By name, the heartbeat of sources that failed: they are not asked before the next one."""
         self.ended_sources: dict[str, int] = {}
@@ -104,7 +106,7 @@ class ChunkPuller:
 
     def _candidates(self, missing: list[int]) -> Iterator[SourceEntry]:
         """Yield the sources to ask: those on this machine first, and others only if this process is elected to."""
-        alive, key = self._living_sources(missing, _FRESH), self.head.key
+        alive, key = self._living_sources(missing, _FRESH), self.key
         found = order_sources(alive, key, self.me, self.chunks.count, missing, self.directory.mine.machine)
         here = [entry for entry in found
                 if self.directory.is_on_this_machine(entry) and entry.who not in self.corrupt_sources]
@@ -115,7 +117,7 @@ class ChunkPuller:
 
     def _is_elected(self) -> bool:
         living = self.directory.last.only(lambda entry: self.ended_sources.get(entry.who) != entry.heartbeat)
-        return self.directory.elect(self.head.key, living)
+        return self.directory.elect(self.key, living)
 
     def _missing_parts(self) -> list[int]:
         return [number for number, wanted in self.chunks.wanted.items()
@@ -156,7 +158,7 @@ class ChunkPuller:
         """Return the puller that a busy source serves, unless it leads away from this machine: it will have the same
         chunks a moment later."""
         entry, is_here = self._living_sources().get(who) if who else None, self.directory.is_on_this_machine
-        if entry is None or entry.of(self.head.key) is None or is_here(entry) < is_here(busy):
+        if entry is None or entry.of(self.key) is None or is_here(entry) < is_here(busy):
             return None
         return entry
 
@@ -180,7 +182,7 @@ class ChunkPuller:
         if self.chunks.is_missing(client.available_chunks):
             return True
         alive = self._living_sources() if client.grows else Holders()
-        return client.who in alive and is_supplied(alive[client.who], self.head.key, self.me, alive)
+        return client.who in alive and is_supplied(alive[client.who], self.key, self.me, alive)
 
     def _release(self, client: SourceClient) -> None:
         client.release()
@@ -259,7 +261,7 @@ class ChunkPuller:
             self.received[client.who] += len(target)
         self.progressed_at = time.monotonic() if arrival.good else self.progressed_at
         self.directory.update_later(held=tuple(
-            replace(held, have=self.chunks.count) if held.key == self.chunks.key else held
+            replace(held, have=self.chunks.count) if held.key == self.key else held
             for held in self.directory.mine.held))
 
     def _avoid(self, entry: SourceEntry, error: Exception) -> None:
@@ -279,7 +281,7 @@ class ChunkPuller:
         if self.refusals and max(self.refusals.values()) >= _REFUSALS:
             raise WeightsError(f"{self.me} is refused again and again; give all processes of the run the same token. "
                                f"{self.last_error}")
-        if not is_available(self._living_sources(missing), self.head.key, missing) and \
+        if not is_available(self._living_sources(missing), self.key, missing) and \
                 time.monotonic() - self.progressed_at > self.deadline:
             raise WeightsLost(f"no living process has all of version {self.head.version}: {self.chunks.count} of "
                               f"{self.head.chunks} chunks are here. The last that failed: {self.last_error}")
@@ -308,10 +310,12 @@ class Puller:
         host: the address at which other rollouts reach this process.
         transport: `auto`, or the one that must be used: `NoTransport` is raised if it cannot be.
         deadline: seconds without a byte after which a source is left for the next.
+        reads: what is pulled of a version; by default, all.
     """
 
     def __init__(self, store: Store, token: bytes, who: str, *, host: str = "127.0.0.1", transport: str = "auto",
-                 deadline: float = 3.0):
+                 deadline: float = 3.0, reads: Reads | None = None):
+        self.reads = reads or Reads()
         self.who, self.deadline, self.buffers = who, deadline, SharedMemoryPool(memory_name("weights", token))
         available = transports(transport, self.buffers, host)
         self.connections = SourceConnections(lambda entry, head: SourceClient(entry, head, who, token, available,
@@ -371,7 +375,8 @@ class Puller:
         mine = self.whole.version if self.whole else -1
         alive = self.directory.holders(range(max((len(head.shares) for head in heads), default=0)))
         return [head for number, head in enumerate(heads) if (self.whole is not None and self.whole.key == head.key) or
-                ((not number or head.version > mine) and is_available(alive, head.key, range(len(head.shares))))]
+                ((not number or head.version > mine) and
+                 is_available(alive, head.key + self.reads.suffix, range(len(head.shares))))]
 
     def _pull_version(self, head: PublishedVersion, until: float) -> Weights:
         old = self.whole
@@ -381,7 +386,7 @@ class Puller:
         fetch = ChunkPuller(self, head, chunks, old and old.chunks, until)
         try:
             fetch.fetch_manifests(lambda number, packed: chunks.add(number, RankManifest.unpack(packed), packed))
-            chunks.want_all()
+            chunks.want(self.reads)
             self.source.offer(chunks)
             self.directory.update(held=(*((_held_chunks(old.chunks),) if old else ()), _held_chunks(chunks)))
             fetch.fetch_chunks()
@@ -402,9 +407,9 @@ class Puller:
         if self.filling is None or self.filling.key != head.key:
             if self.filling is not None:
                 self.source.withdraw(self.filling.key)
-            self.filling = ChunkStore(head.version, head.key)
+            self.filling = ChunkStore(head.version, head.key, head.key + self.reads.suffix)
         return self.filling
 
 
 def _held_chunks(chunks: ChunkStore) -> HeldChunks:
-    return HeldChunks(chunks.version, chunks.key, chunks.count, chunks.expected)
+    return HeldChunks(chunks.version, chunks.held_key, chunks.count, chunks.expected)

@@ -4,9 +4,11 @@ it; the slices of all ranks make whole tensors.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +44,68 @@ class ShardSlice:
     def index(self) -> tuple[slice, ...]:
         """Index of this slice in the whole tensor."""
         return tuple(slice(begin, begin + length) for begin, length in zip(self.start, self.size))
+
+    def rows_in(self, box: Box) -> range:
+        """Return the entries along the first dimension that have to do with a box; none if the two do not meet."""
+        spans = [(max(at - mine, 0), min(at + count - mine, most))
+                 for at, count, mine, most in zip(*box, self.start, self.size)]
+        return range(*spans[0]) if all(begin < end for begin, end in spans) else range(0)
+
+
+Box = tuple[Sequence[int], Sequence[int]]
+"""Start and size along each dimension of a tensor."""
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a process reads of tensors that travel in `dtype`: the `boxes` of those that are named, the others whole."""
+
+    boxes: Mapping[str, Sequence[Box]] = field(default_factory=dict)
+    dtype: torch.dtype | None = None
+
+    @property
+    def suffix(self) -> str:
+        """What follows a version's key where a process has only these parts of it."""
+        text = repr(sorted(self.boxes.items()))
+        return f"/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}" if self.boxes else ""
+
+    @classmethod
+    def on_machine(cls, machine: object, found: Sequence[tuple[object, Mapping[str, Any]]],
+                   dtype: torch.dtype) -> Reads:
+        """Return what the ranks of one engine that are on a `machine` read, given (machine, boxes) of each; all, where
+        it has all of the ranks."""
+        here = [boxes for each, boxes in found if each == machine]
+        if len(here) == len(found):
+            return cls()
+        named = set[str].intersection(*map(set, here))  # `dict.fromkeys`: ranks that read the same
+        return cls({name: [*dict.fromkeys((tuple(start), tuple(size)) for boxes in here for start, size in boxes[name])]
+                    for name in sorted(named)}, dtype)
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the `ranks` of an engine that samples split tensors: along the last dimension where the name ends with one of
+    `columns`, else along the first. Of others than these they read more than they need."""
+
+    ranks: int = 1
+    columns: tuple[str, ...] = ()
+
+    def pieces(self, whole: ShardSlice, contents: Tensor) -> Iterator[tuple[int, ShardSlice, Tensor]]:
+        """Yield the rank, slice and contents of each piece; vectors belong to all ranks, and come last."""
+        if self.ranks == 1 or len(whole.shape) < 2:
+            yield self.ranks, whole, contents
+            return
+        dim = len(whole.shape) - 1 if whole.name.endswith(self.columns) else 0
+        for rank in range(self.ranks):
+            begin, end = (max(whole.shape[dim] * edge // self.ranks - whole.start[dim], 0) for edge in (rank, rank + 1))
+            length = min(end, whole.size[dim]) - begin
+            if length > 0:
+                start, size = list(whole.start), list(whole.size)
+                start[dim], size[dim] = start[dim] + begin, length
+                yield rank, replace(whole, start=tuple(start), size=tuple(size)), contents.narrow(dim, begin, length)
+
+
+WHOLE = Split()
 
 
 def slices_of(shards: Mapping[str, Tensor]) -> list[tuple[ShardSlice, Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import subprocess
 from pathlib import Path
@@ -14,16 +15,27 @@ import torch.distributed as dist
 from engines.rollouts import build, tiny
 from harness import command, environment, metrics_of
 from ranks import run_ranks
+from stores import client, hosted
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel
 
 from distflow.config.run import Lora
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
+from distflow.weights.fingerprint import sums_of
+from distflow.weights.publisher import Publisher
+from distflow.weights.puller import Puller
+from distflow.weights.shard_slice import Split
 from workers.engines.adapters import attach
+from workers.engines.embedded import build_model
 from workers.engines.rounding import ROUNDING
+from workers.engines.tensor_parallel import ROW_PARALLEL
+from workers.engines.weight_updates import WeightUpdates
+from workers.weight_sync import reads_here
 
 pytest.importorskip("vllm")
 
+TOKEN = bytes(range(32))
 SPLIT = "layouts: {rollout: {tp: 2}}\n"
 APART = f"""{SPLIT}mode: async
 staleness: 0
@@ -189,6 +201,42 @@ def test_ranks_alone_and_together_draw_the_same(mesh):
             for parameter in model.parameters():
                 parameter.mul_(1.1)
     run_ranks(2, two_layouts, reference)
+
+
+def large() -> PreTrainedModel:
+    return build_model(8192, 0, layers=4, hidden=512, heads=8, kv_heads=4)
+
+
+def pull_slices(port: int) -> tuple[int, int]:
+    """On two ranks, each a machine: an engine for both loads the version that was published. Return the bytes that this
+    rank has received, and those that it reads."""
+    rank = dist.get_rank()
+    os.environ |= {"DISTFLOW_MACHINE": f"machine {rank}", "LOCAL_RANK": str(rank)}
+    model, mesh = large(), init_device_mesh("cpu", (1, 1, 1, 2), mesh_dim_names=("dp", "pp", "cp", "tp"))
+    engine = build("vllm", mesh, model)
+    puller = Puller(client(port), TOKEN, f"rollout {rank}", reads=reads_here(engine))
+    updates = WeightUpdates(puller, 0)
+    while not (weights := updates.pulled_weights()):
+        assert not updates.job.done()
+    dist.barrier()
+    updates.load_into(engine)  # which proves that the ranks together hold what was published
+    boxes = {name: engine.reads.get(name, [([0], parameter.shape)]) for name, parameter in model.named_parameters()}
+    read = sum(4 * math.prod(size) for each in boxes.values() for _, size in each)
+    updates.close()
+    engine.close()
+    del os.environ["DISTFLOW_MACHINE"], os.environ["LOCAL_RANK"]
+    return weights.chunks.moved, read
+
+
+def test_each_machine_of_a_split_model_pulls_what_its_ranks_read():
+    store = hosted()
+    weights = {name: parameter.data * 1.5 for name, parameter in large().named_parameters()}
+    publisher = Publisher(store, TOKEN, rank=0, ranks=1)
+    publisher.publish(1, weights, torch.float32, sums_of(weights.items(), torch.float32), Split(2, ROW_PARALLEL))
+    found = run_ranks(2, pull_slices, store.port)
+    publisher.close()
+    whole = sum(tensor.nbytes for tensor in weights.values())
+    assert all(read < 0.52 * whole and read <= moved < 1.05 * read for moved, read in found), (found, whole)
 
 
 def run(workspace: Path, ranks: int, name: str, engine: str, more: str = "", *overrides: str) -> dict:

@@ -82,6 +82,15 @@ def right(tensors: dict[str, Any], version: int, mib: float, ranks: int = 1, **w
     return expected.keys() == tensors.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
+def matrices_of(version: int, layers: int) -> dict[str, Any]:
+    """Tensors [2048, 1024], of which rows are split, [1024, 2048], of which columns are, and [1024], float32."""
+    import torch
+
+    shapes = {"up": (2048, 1024), "down": (1024, 2048), "norm": (1024,)}
+    return {f"{layer}.{name}.weight": torch.arange(math.prod(shape)).add(layer + 7 * version).float().view(shape)
+            for layer in range(layers) for name, shape in shapes.items()}
+
+
 def serve(line: Connection, kind: str, port: int, token: bytes, settings: dict[str, Any]) -> None:
     from stores import client
 
@@ -164,6 +173,14 @@ class Publishing(Serving):
     def publish(self, version: int, mib: float, **which: int) -> None:
         self.publisher.publish(version, tensors_of(version, mib, self.publisher.rank, **which))
 
+    def publish_split(self, version: int, layers: int, ranks: int) -> None:
+        import torch
+
+        from distflow.weights.shard_slice import Split
+
+        self.publisher.publish(version, matrices_of(version, layers), torch.float32, {"norm": 1},
+                               Split(ranks, ("down.weight",)))
+
     def die_publishing(self, version: int, mib: float, at: str) -> None:
         """End in the middle of `publish`."""
         def die(*_: Any, **__: Any) -> None:
@@ -191,6 +208,20 @@ class Pulling(Serving):
             self.puller.wait_for_newer(weights.key)
         good = right(dict(weights.tensors()), weights.version, mib, ranks, same=same)
         return {"version": weights.version, "right": good}
+
+    def pull_slices(self, layers: int, least: int = 0, **given: Any) -> dict[str, Any]:
+        """Pull as `pull`, and compare what is read."""
+        import torch
+
+        while (weights := self.puller.pull(**given)).version < least:
+            self.puller.wait_for_newer(weights.key)
+        expected, tensors = matrices_of(weights.version, layers), dict(weights.tensors())
+        boxes = {name: self.puller.reads.boxes.get(name, [((0,) * whole.ndim, whole.shape)])
+                 for name, whole in expected.items()}
+        cuts = [(name, tuple(slice(at, at + count) for at, count in zip(*box)))
+                for name, each in boxes.items() for box in each]
+        good = all(torch.equal(tensors[name][cut], expected[name][cut]) for name, cut in cuts)
+        return {"version": weights.version, "right": good and tensors.keys() == expected.keys()}
 
     def be_patient(self, seconds: float) -> None:
         """From now on take others for dead, and an own lease for lost, after so many seconds without a heartbeat."""

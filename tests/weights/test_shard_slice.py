@@ -9,7 +9,7 @@ from stores import client
 from distflow.weights.chunk_store import ChunkStore, Weights
 from distflow.weights.errors import WeightsError
 from distflow.weights.manifest import SUM, RankManifest, place_slices
-from distflow.weights.shard_slice import ShardSlice
+from distflow.weights.shard_slice import ShardSlice, Split
 
 TOKEN = bytes(range(32))
 
@@ -48,7 +48,7 @@ def move(port: int, kind, dtype):
     store = client(port)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     publisher = Publisher(store, TOKEN, rank=rank, ranks=ranks)
-    publisher.publish(1, layout(kind, model()), dtype)
+    publisher.publish(1, layout(kind, model()), dtype, split=Split(3, ("1.weight",)))
     dist.barrier()
     found = None
     if rank == 0:

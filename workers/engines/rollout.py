@@ -24,6 +24,7 @@ from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
 from distflow.telemetry import events, timeline
 from distflow.weights.fingerprint import HeldWeights, Sums, fingerprint_of
+from distflow.weights.shard_slice import Box
 from workers.engines.sampling import TokenLimits
 
 
@@ -235,6 +236,7 @@ class Rollout(Sampler):
     stop: StopStrings | None = None  # texts that end a turn, besides `end_tokens`
     tied: Mapping[str, str] = {}  # names of tied weights, by that of each copy
     ranks = 1  # over which what is held adds up
+    reads: Mapping[str, Sequence[Box]] = {}  # what this rank reads of tensors; of others that `load` is given, all
     proved: tuple[tuple[int, int], ...] = ((0, 0),)
     """Versions that it has sampled with, each with the fingerprint of the weights that it was proved to hold; 0: those
     that the model was loaded with."""

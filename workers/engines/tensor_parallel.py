@@ -91,6 +91,9 @@ PLANS: dict[str, Plan] = {
 }
 """Plan by `model_type` of the text configuration. A family with the same layer names may reuse one:
 PLANS["my_family"] = PLANS["llama"]"""
+ROW_PARALLEL = tuple({f".{module}.weight" for plan in PLANS.values() for module, style in plan.items()
+                      if isinstance(style, RowwiseParallel)})
+"""Ends of the names of weights that are split along their last dimension."""
 
 
 def split(model: PreTrainedModel, mesh: DeviceMesh) -> None:

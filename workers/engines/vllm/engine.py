@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from distflow.config.run import RoleRun
@@ -18,6 +23,7 @@ from distflow.data.exchange import gather_values
 from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
 from distflow.weights.fingerprint import Sums, add_up, sums_of
+from distflow.weights.shard_slice import Box
 from workers.engines.devices import as_world
 from workers.engines.external import ExternalRollout, FileNames, RequestSession, end_turn
 from workers.engines.rollout import SampledRow, require_shapes, weight_mismatch
@@ -174,9 +180,11 @@ class VLLMRollout(ExternalRollout):
         constants = ((name, tensor.to(device)) for name, tensor in self.constants.items())  # in their own dtype
         if self.device == "cpu":
             forget_kernels(self.model)
-        with translate_errors("take new weights"):
+        recorder = loader.recorder if self.tp > 1 and self.version < 0 else contextlib.nullcontext()
+        with translate_errors("take new weights"), recorder:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": itertools.chain(loader, constants)})
         loader.check()
+        self.reads = self.reads or loader.recorder.boxes
         return loader.size
 
     def _load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> int:
@@ -228,6 +236,39 @@ class VLLMRollout(ExternalRollout):
                     session.receive(output)
 
 
+class ReadRecorder(TorchDispatchMode):
+    """Records which parts of tensors operators read, in `boxes`. A part that is no box counts with all of its rows; a
+    tensor of which nothing is read is not named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watched: dict[int, tuple[str, torch.Size, StorageWeakRef]] = {}
+        """By storage, of which the reference keeps the number from being used again."""
+        self.boxes: dict[str, list[Box]] = {}
+
+    def watch(self, name: str, tensor: Tensor) -> None:
+        if tensor.ndim and tensor.is_contiguous():
+            storage = tensor.untyped_storage()
+            self.watched[storage._cdata] = name, tensor.shape, StorageWeakRef(storage)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for each in () if function.is_view else tree_leaves((args, kwargs)):
+            found = self.watched.get(each.untyped_storage()._cdata) if isinstance(each, Tensor) else None
+            if found and each.numel() and (box := _box(each, found[1])) not in self.boxes.setdefault(found[0], []):
+                self.boxes[found[0]].append(box)
+        return function(*args, **(kwargs or {}))
+
+
+def _box(part: Tensor, shape: torch.Size) -> Box:
+    """Return the part of a contiguous tensor of this shape that a view has, or its rows."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    begin, last = part.storage_offset(), sum((size - 1) * step for size, step in zip(part.shape, part.stride()))
+    if [*part.stride()] == strides:
+        return [begin // step % size for step, size in zip(strides, shape)], [*part.shape]
+    rows = begin // strides[0], (begin + last) // strides[0] + 1
+    return [rows[0], *[0] * (len(shape) - 1)], [rows[1] - rows[0], *shape[1:]]
+
+
 class WeightLoader:
     """Tensors of files for vLLM: copies in its dtype, with the parts of fused modules together. Iteration stops at an
     unknown name or shape, so that vLLM finishes its load and stays usable; `check` raises."""
@@ -242,6 +283,7 @@ class WeightLoader:
         for name in shapes:
             self.groups.setdefault(self._group_of(name), set()).add(name)
         self.waiting: dict[str, dict[str, Tensor]] = {}
+        self.recorder = ReadRecorder()
         self.problem, self.size = "", 0
 
     def _group_of(self, name: str) -> str:
@@ -258,6 +300,7 @@ class WeightLoader:
             # vLLM keeps tensors until the module is complete, and the source may be overwritten before.
             have[name] = tensor.detach().to(self.device, self.dtype, copy=True)
             self.size += have[name].nbytes
+            self.recorder.watch(name, have[name])
             if have.keys() == self.groups[group]:
                 whole = self.waiting.pop(group)
                 twice = {self.copies[each]: whole[each] for each in whole.keys() & self.copies.keys()}
