@@ -217,7 +217,8 @@ def _call(function: Function, call: Message, row: list[Any]) -> Any:
 def _values(value: Any, samples: int | None) -> list[float | list[str]]:
     if samples is None:
         return [_number(value)]
-    values = value.tolist() if hasattr(value, "tolist") else value
+    values = value.reshape(-1).tolist() if hasattr(value, "tolist") else value
+    values = list(values) if isinstance(values, Iterator) else values
     if not isinstance(values, list | tuple):
         raise CallFailure(f"returned {repr(value)[:200]}, not a list with a number for each sample")
     if len(values) != samples:
@@ -236,7 +237,7 @@ def _number_or_failure(value: Any) -> float | list[str]:
 def _number(value: Any) -> float:
     """Return a reward as a float; raise CallFailure if it is no number, or not finite as float32."""
     try:
-        number = None if isinstance(value, str | bytes | None) else float(value)
+        number = None if isinstance(value, str | bytes | None) else float(getattr(value, "item", lambda: value)())
     except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises RuntimeError for a tensor of many
         number = None
     if number is None or not abs(number) <= _LARGEST:

@@ -11,12 +11,14 @@ import time
 import uuid
 from pathlib import Path
 
+import numpy as np
 import pytest
 from harness import ROOT
 
 from distflow.errors import EngineError
 from distflow.telemetry import events
 from workers.isolation.rewards_pool import FailedSample, Job, RewardPool, RewardResults
+from workers.isolation.rewards_worker import WrongLength, _values
 
 KILLED_TOGETHER = "its process was killed together with the one that had started it"
 
@@ -526,3 +528,17 @@ def test_what_a_reward_prints_has_its_name_and_is_bounded(module, capfd):
     assert len(said) < 30
     assert any(line.endswith("(… more is left out)") for line in said)
     pool.stop()
+
+
+@pytest.mark.parametrize(("value", "numbers"), [
+    (np.array([1.0, 2.0]), [1.0, 2.0]), (np.array([[1.0], [2.0]]), [1.0, 2.0]),
+    ([np.array([1.0]), np.bool_(True)], [1.0, 1.0]),
+    ((each for each in (1, 2)), [1.0, 2.0]), (map(float, (1, 2)), [1.0, 2.0])])
+def test_values_of_a_batch_may_be_arrays_and_iterators(value, numbers):
+    assert _values(value, 2) == numbers
+
+
+def test_an_array_with_other_shapes_than_the_batch_is_no_list_of_rewards():
+    with pytest.raises(WrongLength, match="a list of 6 for 2 samples"):
+        _values(np.zeros((2, 3)), 2)
+    assert _values([np.zeros(2), 1], 2) == [["returned array([0., 0.]), not a finite number", ""], 1.0]

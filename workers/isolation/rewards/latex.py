@@ -11,17 +11,21 @@ import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
+
+def names(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
 _DEEPEST = 60  # levels of brackets; each costs ten frames of Python
 _MOST_LEVELS = 150  # of a tree
 _LONGEST = 1000
-FUNCTIONS = frozenset([
-    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "log", "ln", "lg",
-    "exp", "cis"])
+FUNCTIONS = names(
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp cis")
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
-_GREEK = frozenset([
-    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "kappa", "lambda",
-    "mu", "nu", "xi", "rho", "sigma", "tau", "phi", "varphi", "chi", "psi", "omega", "Gamma", "Delta", "Theta",
-    "Lambda", "Sigma", "Phi", "Psi", "Omega", "ell"])
+_GREEK = names(
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta kappa lambda mu nu xi rho sigma tau phi "
+    "varphi chi psi omega Gamma Delta Theta Lambda Sigma Phi Psi Omega ell")
 _UNICODE = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
@@ -39,19 +43,13 @@ _SHIFTED = {"^": re.compile("[⁻⁺]?[⁰¹²³⁴-⁹ⁿ]+[⁻⁺]?|[⁻⁺]")
 """Runs of raised and lowered signs."""
 _HAN = r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]+"
 IDEOGRAPHS = re.compile(_HAN)
-
-
-def _matrix_mark(found: re.Match[str]) -> str:
-    return r"\begin{pmatrix}" if "begin" in found[0] else r"\end{pmatrix}"
-
-
 _MARKUP = tuple((re.compile(pattern), to) for pattern, to in (
     (r"\\(?:left|right|middle)\s*\.", " "),
     (r"\\(?:(?:left|right|middle)(?![a-z])|[bB]igg?[lrm]?(?![a-z])|displaystyle|textstyle|limits|nolimits|strut)", " "),
     (r"\\(?:dfrac|tfrac|cfrac)(?![a-zA-Z])", r"\\frac"),
     (r"\\(?:dbinom|tbinom)(?![a-zA-Z])", r"\\binom"),
     (r"(?<=[0-9])(?:\{,\}|,?\\!|\\,|[\u00a0\u2009\u202f]|\\ )(?=[0-9]{3}(?![0-9]))", ""),
-    (r"\\(?:begin|end)\{array\}(?:\{[^{}]*\})?|\\(?:begin|end)\{(?:small)?matrix\}", _matrix_mark),
+    (r"\\(begin|end)\{(?:array\}(?:\{[^{}]*\})?|(?:small)?matrix\})", r"\\\1{pmatrix}"),
     (r"(?<!\\)(?:\\[$()\[\]]|\$)|[`\u200b]", " "),
     (r"(?<=[\w)}])\*\*(?=[\w({\\-])", "^"),
     (r"\*\*", " "),

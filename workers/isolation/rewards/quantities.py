@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from workers.isolation.rewards.latex import names
+
 CURRENCIES = "€£¥₹₩₽₺₫₦฿"
 _QUANTITIES = {
     "length": ("nm nanometer nanometre 纳米", "mm millimeter millimetre 毫米 밀리미터 ミリ ミリメートル", "dm 分米",
@@ -56,12 +58,11 @@ _POWER = re.compile(r"(?:(?P<two>(?:square|sq)\s+|平方|제곱)|(?P<three>(?:cu
 _PLURAL = re.compile(r"(?!(?:unit|degree|percent|time|other|total)s\Z)[a-z]{2,}[^\Wsiu]s|people|children|(?:wo)?men")
 """Things that are counted, in English. Words that may stand for any unit are none."""
 SHORT_UNITS = frozenset(name for name in _MEASURES if name.isascii() and name.isalpha() and len(name) < 3)
-NO_UNITS = frozenset([
-    "or", "not", "no", "never", "but", "is", "are", "was", "were", "plus", "minus", "add", "added", "subtracted",
-    "divided", "multiplied", "modulo", "mod", "twice", "thrice", "double", "triple", "wrong", "incorrect", "false",
-    "itself", "squared", "cubed", "power", "root", "factorial", "half", "halves", "quarter", "quarters", "third",
-    "thirds", "fourths", "fifth", "fifths", "sixths", "sevenths", "eighths", "ninths", "tenth", "tenths", "hundredth",
-    "hundredths", "thousandth", "thousandths", "dozen", "dozens", "hundreds", "thousands", "millions", "billions"])
+NO_UNITS = names(
+    "or not no never but is are was were plus minus add added subtracted divided multiplied modulo mod twice "
+    "thrice double triple wrong incorrect false itself squared cubed power root factorial half halves quarter "
+    "quarters third thirds fourths fifth fifths sixths sevenths eighths ninths tenth tenths hundredth hundredths "
+    "thousandth thousandths dozen dozens hundreds thousands millions billions")
 """Words behind a number that change its meaning."""
 
 

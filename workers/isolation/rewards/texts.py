@@ -17,7 +17,7 @@ from distflow.errors import InvalidInput
 from distflow.telemetry.metrics import current
 from workers.isolation.rewards import behind_thoughts
 from workers.isolation.rewards.answers import SHORT_WORDS, parse_whole, readings, same, spelling
-from workers.isolation.rewards.latex import FULL_WIDTH, IDEOGRAPHS
+from workers.isolation.rewards.latex import FULL_WIDTH, IDEOGRAPHS, names
 from workers.isolation.rewards.quantities import CURRENCIES, NO_UNITS, SHORT_UNITS, differ, is_unit, units_of
 
 MARK = "####"
@@ -31,29 +31,26 @@ _REPEATING = re.compile(r"(-?)([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{?\s*([0-9
 _GOES_ON = re.compile(r"\.([0-9]{0,20}?)(?:([0-9])\2\2+|([0-9]{2,9}?)\3+)(?:\.{3}|…|\\l?dots)")
 """A decimal whose last digits repeat, as `0.333...`."""
 _IN_TEXT = re.compile(rf"(?<![0-9.])[-+]?(?:{_VALUE})")
-_NAME = re.compile(r"\s*[^\W\d_]\s*[=≈:]\s*")
+_NAME = re.compile(r"\s*(?:(?:(?:so|thus|hence|therefore|then),?\s+)?[^\W\d_]\s*[=≈:]|"
+                   r"(?:उत्तर|উত্তর|คำตอบ|đáp (?:án|số))\s*:)\s*", re.IGNORECASE)
 _BEFORE = re.compile(rf"[\w\s.,;:'’{CURRENCIES}&-]*[=≈]?\s*")
 _AFTER = re.compile(rf"[\w\s.,;:'’{CURRENCIES}%/&-]*(?:(?<=[^\W\d_])!)?")
 _OPERATOR = re.compile(r"\s[-/&]|[-/&](?:\s|$)|^&|^[-/](?![^\W\d_]{3})")
 """Operators after a number that are not part of a word, unlike `km/h` and `24-year-old`."""
 _WORD = re.compile(r"[^\W\d_]+")
-_SHORT = SHORT_UNITS | frozenset([
-    "a", "A", "I", "an", "at", "be", "by", "go", "he", "He", "if", "If", "in", "In", "is", "it", "It", "my", "of",
-    "on", "On", "per", "sq", "cu", "so", "So", "to", "To", "up", "us", "US", "we", "We"])
+_SHORT = SHORT_UNITS | names(
+    "a A I an at be by go he He if If in In is it It my of on On per sq cu so So to To up us US we We")
 """Words of one or two letters that may stand beside a number; others are the names of variables."""
-_LEADS = frozenset([
-    "answer", "result", "total", "value", "sum", "cost", "price", "number", "solution", "is", "are", "was", "were",
-    "be", "equals", "equal", "equaling", "gives", "give", "gave", "get", "gets", "got", "have", "has", "had", "need",
-    "needs", "needed", "make", "makes", "made", "earn", "earns", "earned", "pay", "pays", "paid", "spend", "spends",
-    "spent", "costs", "sell", "sells", "sold", "buy", "buys", "bought", "save", "saves", "saved", "take", "takes",
-    "took", "eat", "eats", "ate", "read", "reads", "walk", "walks", "walked", "run", "runs", "ran", "use", "uses",
-    "used", "want", "wants", "about", "approximately", "roughly", "around", "exactly", "only", "just", "another",
-    "precisely", "altogether", "s", "us", "usd", "eur", "gbp", "inr", "rs", "cad", "aud", "dollars", "therefore",
-    "thus", "hence", "so"])  # words that may stand right before a number
-_NOT_BEFORE = frozenset([
-    "or", "not", "no", "nor", "never", "neither", "nothing", "none", "without", "but", "except", "than", "least",
-    "most", "between", "minus", "plus", "times", "under", "below", "above", "over", "half", "twice", "double", "root",
-    "negative"])
+_LEADS = names(
+    "answer result total value sum cost price number solution is are was were be equals equal equaling gives give "
+    "gave get gets got have has had need needs needed make makes made earn earns earned pay pays paid spend "
+    "spends spent costs sell sells sold buy buys bought save saves saved take takes took eat eats ate read reads "
+    "walk walks walked run runs ran use uses used want wants about approximately roughly around exactly only just "
+    "another precisely altogether s us usd eur gbp inr rs cad aud dollars therefore thus hence so")
+"""Words that may stand right before a number."""
+_NOT_BEFORE = names(
+    "or not no nor never neither nothing none without but except than least most between minus plus times under "
+    "below above over half twice double root negative")
 """Words that change the meaning of a number."""
 _LIMITING = re.compile(
     "[不没沒无無非或负負]|ない|아니|아닌|[至最][少多]|[大小多少高低][于於]|超过|超過|以[内內]|一半|半分|[两兩双雙]倍|方根|절반|제곱근|少なくとも|多くとも|적어도|최소한|최대한")
@@ -97,15 +94,17 @@ _MARKUP = tuple((re.compile(pattern), to) for pattern, to in (
     (r"(?![0-9])\d", lambda found: str(unicodedata.digit(found[0]))),
     (r"[¼-¾⅐-⅞]", lambda found: f" {unicodedata.normalize('NFKC', found[0]).replace('⁄', '/')} "),
     (r"[−–]", "-"),
+    (r"(?<=[0-9])\s*([apAP])\.?\s?[mM]\b\.?", lambda found: f" {found[1].lower()}m"),
     (r"\{,\}", ","),
     (r"\A([^\w.,]*[0-9]{1,3}(?:[ '’_.][0-9]{3})+)(?:,([0-9]{1,2}))?(?![0-9.,/ ]*[0-9/])", _ungrouped),
     (r"(?<=10)[⁰¹²³⁴-⁹⁻]+", lambda found: f"^{{{unicodedata.normalize('NFKC', found[0]).replace('−', '-')}}}"),
-    (r"\\!|\\left(?![a-z])|\\right(?![a-z])|\\displaystyle", ""),
+    (r"\\!|\\(?:left|right|displaystyle|textstyle|tiny|small|large|Large|LARGE|huge|Huge|bf)(?![a-z])|\\+\s*\Z", ""),
     (r"(?<=[0-9])(?:\\,|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", ""),
-    (r"\\(?:text\w*|math\w+|mbox|operatorname)\s*\{([^{}]*)\}", r" \1 "),
+    (r"\\(?:text)?color\s*(?:\[[^\[\]]*\])?\{[^{}]*\}", ""),
+    (r"\\(?:text\w*|math\w+|mbox|operatorname|underline|boldsymbol|bm)\s*\{([^{}]*)\}", r" \1 "),
     (rf"\\[cdt]?frac\s*{_PART}\s*{_PART}", lambda found: f" {_divided(*(part or '' for part in found.groups()))} "),
     (r"\s*(?:\\times|\\cdot|×|\*)\s*10\s*\^\s*(?:\{\s*([-+]?[0-9]{1,2})\s*\}|([0-9]))(?![0-9])", r"e\1\2"),
-    (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
+    (r"^\s*\\?\{([^{}\\]*)\\?\}\s*$", r"\1"),
     (r"\^\s*\{?\s*\\circ\s*\}?|\\degree\b|°", " degrees "),
     (r"(?:(?<=[A-Za-z]{2})|(?<=[A-Za-z]{2}\.)|(?<=[\s0-9/]m)|(?<=/[sh]))\s*(?:\^\s*(?:([23])|\{([23])\})|([²³]))",
      lambda found: " sq" if (found[1] or found[2] or found[3]) in "2²" else " cu"),
@@ -204,6 +203,8 @@ def _counted(words: str) -> int:
 def reference_number(text: str) -> Number | None:
     """Return the number that a reference is, or None. It is read more strictly: it may have a currency, a percent sign,
     a unit and words in `\text{}`, but no remark, variable or words before it (`3a` and `(2,100)` are none)."""
+    if counted := _COUNTED.fullmatch(text.strip(" .")):
+        return Number(Fraction(_counted(counted[0])))
     bare = IDEOGRAPHS.sub(" ", _without_markup(_TEXT.sub(" ", text[:_LONGEST])))
     glued = re.search(r"[0-9]([^\W\d_]+)", re.sub(r"(?<=[0-9])[eE](?=[-+]?[0-9])", "", bare))
     words = _WORD.findall(re.sub(r"(?<=[0-9])[eE](?=[-+]?[0-9])", "", bare))
