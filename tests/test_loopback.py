@@ -6,8 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,13 +35,11 @@ def listening(processes: set[int]) -> Iterator[tuple[int, str]]:
                 yield owners[name], place.partition(":")[0]
 
 
-@pytest.mark.run
-def test_a_run_listens_on_loopback_alone(workspace):
+def test_a_run_listens_on_loopback_alone(workspace, ready):
     """Its store, gloo, the dock's process and the sources of weights."""
     line = ["run", "grpo.yaml", "--run", "tiny.yaml", "--name", "here", "--set", "mode=async", "--set", "steps=6",
             "--set", "groups.rollout=1", "--ranks", "3"]
-    run = subprocess.Popen([sys.executable, "-m", "distflow.cli", *line], cwd=workspace, env=environment(), text=True,
-                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    run = ready.command("-m", "distflow.cli", *line, folder=workspace, environment=environment())
     try:
         said = []
         for each in run.stdout:
@@ -53,10 +49,10 @@ def test_a_run_listens_on_loopback_alone(workspace):
         family = {process: parent(process) for process in descendants(run.pid)}
         found = list(listening(set(family)))
     finally:
-        for process in (*descendants(run.pid), run.pid):
+        for process in descendants(run.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        run.wait()
+        run.kill()
         run.stdout.close()
     assert {address for _, address in found} == {LOOPBACK}, "".join(said)
     agent = next(process for process, parent in family.items() if parent == run.pid)

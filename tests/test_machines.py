@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 from harness import metrics_of
+from ready import load
 
 from benchmarks.cluster import Cluster
 from distflow import launch
@@ -31,7 +32,8 @@ QUICK = ("--set", "robust={machine_silence: 10}", "--set", f"steps={STEPS}", "--
 
 
 @pytest.fixture
-def cluster(workspace, etcd_of):
+def cluster(workspace, etcd_of, forked):
+    load()
     clusters = []
     (workspace / "brevity.py").write_text(STEADY)
 

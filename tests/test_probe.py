@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,15 +16,9 @@ from planners.heterogeneous.workload import problem_of
 from workers import probe as worker_probe
 
 
-def probe(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "distflow.cli", "probe", *arguments], cwd=ROOT, env=environment(),
-                          capture_output=True, text=True, timeout=300, check=False)
-
-
-@pytest.mark.run
-def test_this_machine_can_be_planned_for(tmp_path):
+def test_this_machine_can_be_planned_for(tmp_path, ready):
     file = tmp_path / "machines.yaml"
-    done = probe("--ranks", "2", "--out", str(file))
+    done = ready.run(0, ("-m", "distflow.cli", "probe", "--ranks", "2", "--out", str(file)), ROOT, environment())
     assert done.returncode == 0, done.stderr
     assert f"{file}: 2 devices" in done.stdout
     text = file.read_text()

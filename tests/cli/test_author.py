@@ -51,26 +51,22 @@ def test_a_new_environment_is_valid_and_its_test_passes(tmp_path, monkeypatch, c
     assert "2 passed" in done.stdout
 
 
-@pytest.mark.run
-def test_a_new_environment_trains(tmp_path, monkeypatch):
+def test_a_new_environment_trains(tmp_path, monkeypatch, ready):
     monkeypatch.chdir(tmp_path)
     assert main(["new", "grpo_tools", "my_tools"]) == 0
     line = ("run", "my_tools.yaml", "--run", "run.yaml", "--set", "steps=2", "--set", "data.batch=4")
-    done = subprocess.run([sys.executable, "-m", "distflow", *line], cwd=tmp_path / "my_tools", env=ENVIRONMENT,
-                          capture_output=True, text=True, timeout=300, check=False)
+    done = ready.run(0, ("-m", "distflow", *line), tmp_path / "my_tools", ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert '"environment/reward"' in (tmp_path / "my_tools/runs/my_tools-1/metrics.jsonl").read_text()
 
 
-@pytest.mark.run
-def test_a_new_algorithm_trains_is_validated_and_can_be_resumed(tmp_path, monkeypatch):
+def test_a_new_algorithm_trains_is_validated_and_can_be_resumed(tmp_path, monkeypatch, ready):
     monkeypatch.chdir(tmp_path)
     assert main(["new", "grpo", "my_algo"]) == 0
     small = [part for text in ("steps=10", "data.batch=4") for part in ("--set", text)]
     for line in (("run", "my_algo.yaml", "--run", "run.yaml", *small),
                  ("resume", "runs/my_algo-1", "--set", "steps=11")):
-        done = subprocess.run([sys.executable, "-m", "distflow", *line], cwd=tmp_path / "my_algo", env=ENVIRONMENT,
-                              capture_output=True, text=True, timeout=300, check=False)
+        done = ready.run(0, ("-m", "distflow", *line), tmp_path / "my_algo", ENVIRONMENT)
         assert done.returncode == 0, done.stdout + done.stderr
     assert "step 11/11" in done.stdout
     assert "step 10/11" not in done.stdout

@@ -1,7 +1,5 @@
 """The model that the default runs start from, and what the first command of a user makes of it."""
 
-import subprocess
-
 import pytest
 from harness import ROOT, command, environment, metrics_of
 
@@ -37,12 +35,10 @@ def test_default_runs_start_from_it(dag):
     assert load(dag).run.roles["actor"].model.path == START_MODEL
 
 
-@pytest.mark.run
-def test_first_command_of_a_user_learns(tmp_path):
+def test_first_command_of_a_user_learns(tmp_path, ready):
     """`torchrun distflow/launch.py --dag grpo.yaml`, its first 60 steps on two ranks."""
-    done = subprocess.run(command(2, "--dag", "grpo.yaml", "--name", "first", "--set", "steps=60", "--set",
-                                  "validation=null"), cwd=tmp_path, env=environment(), capture_output=True, text=True,
-                          timeout=800, check=False)
+    line = command(2, "--dag", "grpo.yaml", "--name", "first", "--set", "steps=60", "--set", "validation=null")
+    done = ready.run(0, line[1:], tmp_path, environment(), timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     rewards = [values["reward/mean"] for _, values in sorted(metrics_of(tmp_path / "runs/first").items())]
     assert len(rewards) == 60
