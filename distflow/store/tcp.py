@@ -185,5 +185,9 @@ def store_on(host: str) -> TCPStore:
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     with socket.create_server(address, family=family, backlog=_BACKLOG) as listening:
         port = listening.getsockname()[1]
-        return TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
-                        master_listen_fd=listening.detach())
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # its threads inherit that
+        try:
+            return TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
+                            master_listen_fd=listening.detach())
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -81,6 +84,19 @@ def test_a_store_that_has_ended_is_gone(process):
         with pytest.raises(StoreUnavailable, match="does not answer any more") as error:
             store.get("a")
         assert error.value.gone
+
+
+def test_threads_of_a_store_leave_signals_to_the_main_thread():
+    """Which may block them for a moment; a thread that does not would take them all the same."""
+    before = {*os.listdir("/proc/self/task")}
+    store = store_on("127.0.0.1")
+    threads = {*os.listdir("/proc/self/task")} - before
+    assert store.port
+    assert threads
+    for thread in threads:
+        blocked = re.search(r"SigBlk:\s*(\w+)", Path(f"/proc/self/task/{thread}/status").read_text())[1]
+        assert int(blocked, 16) >> signal.SIGTERM - 1 & 1
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_store_listens_at_the_address_alone():
