@@ -280,6 +280,9 @@ class Data(Document):
     @field_validator("train", mode="before")
     @classmethod
     def _one_set(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            sets = ", ".join(f"{name}: 1" for name in value[:8])
+            raise ValueError(f"several sets are named with their weights. Instead:  train: {{{sets}}}")
         return {value: 1.0} if isinstance(value, str) else value
 
     @field_validator("chat_template_kwargs")

@@ -55,9 +55,10 @@ def template_of(spec: Spec, role: str) -> tuple[str | None, Path | None]:
     if model.path is None:
         return _EMBEDDED_TEMPLATE, None
     folder = find(model.path, "models", spec.folder)
-    own, config = (folder / "chat_template.jinja", folder / "tokenizer_config.json") if folder else (None, None)
+    config = folder / "tokenizer_config.json" if folder else None
+    names = ["additional_chat_templates/tool_use.jinja"] * bool(spec.run.data.tools) + ["chat_template.jinja"]
     try:
-        if own and own.is_file():
+        if own := next((folder / name for name in names if (folder / name).is_file()), None) if folder else None:
             return own.read_text(encoding="utf-8"), own
         written = read_json(config).get("chat_template") if config else None
     except (OSError, ValueError, AttributeError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -413,8 +414,9 @@ class SavedFolder:
         try:
             loaded: Any = datasets.load_from_disk(str(path))
         except (FileNotFoundError, ValueError) as error:
-            file = min((*path.glob("*.parquet"), *path.glob("*.jsonl")), default=None)
-            hint = f"Name its files:  data: {{train: [{file}, …]}}" if file else ""
+            kinds = [f"{depth}.{kind}" for depth in ("*", "*/*") for kind in ("parquet", "jsonl")]
+            file = min(itertools.chain.from_iterable(map(path.glob, kinds)), default=None)
+            hint = f"Name its files, each with a weight:  data: {{train: {{{file}: 1, …}}}}" if file else ""
             raise InvalidInput(Diagnostic(f"not a folder that `datasets` saved: {error}", Location(str(path)),
                                           hint)) from None
         one = isinstance(loaded, dict) and len(loaded) == 1

@@ -104,6 +104,8 @@ TEMPLATE = "{% for tool in tools %}{{ tool }}{% endfor %}"
     ({"tokenizer_config.json": {"chat_template": [{"name": "default", "template": TEMPLATE}]}}, ["tools=tools"], ""),
     ({"tokenizer_config.json": {"chat_template": TEMPLATE}, "chat_template.jinja": "none"}, ["tools=tools"],
      "does not know `tools`"),
+    ({"tokenizer_config.json": {"chat_template": "none"}, "additional_chat_templates/tool_use.jinja": TEMPLATE},
+     ["tools=tools"], ""),
     ({"tokenizer_config.json": {}}, ["tools=tools"], "is missing"),
     ({"chat_template.jinja": "{{ effort }}"}, ["chat_template_kwargs={effort: low}"], ""),
     ({"chat_template.jinja": "{{ effort }}"}, ["chat_template_kwargs={efort: low}"],
@@ -117,6 +119,7 @@ def test_options_that_the_chat_template_ignores_are_found_in_the_files(tmp_path,
     if files is not None:
         (tmp_path / "model").mkdir()
         for name, content in files.items():
+            (tmp_path / "model" / name).parent.mkdir(exist_ok=True)
             (tmp_path / "model" / name).write_text(content if isinstance(content, str) else json.dumps(content))
         settings.append(f"roles.actor.model={tmp_path / 'model'}")
     spec = load_for_planning("grpo.yaml", None, settings)

@@ -240,6 +240,18 @@ def test_a_packed_file_is_read(tmp_path, suffix, pack):
         open_records(tmp_path / f"b.jsonl{suffix}")
 
 
+def test_a_folder_of_files_gets_the_line_that_names_them(tmp_path):
+    """OpenRLHF#751: a data set as the hub has it. The line named a list, which is refused, too."""
+    file = tmp_path / "data/train-00000-of-00001.parquet"
+    file.parent.mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist([Q]), file)
+    with pytest.raises(InvalidInput) as caught:
+        open_records(tmp_path)
+    assert f"data: {{train: {{{file}: 1, …}}}}" in str(caught.value)
+    with pytest.raises(ValueError, match="Instead:  train: {a.jsonl: 1, b.jsonl: 1}"):
+        Data(train=["a.jsonl", "b.jsonl"])  # pyright: ignore[reportArgumentType]
+
+
 def test_a_folder_with_one_split_is_read(tmp_path):
     """axolotl#2193, Visual-RFT#110."""
     one = datasets.Dataset.from_list([Q, Q])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -168,8 +169,9 @@ def _require_whole(model: PreTrainedModel, folder: Path, drawn: set[str], unread
     if lacking := sorted(drawn & model.state_dict().keys()):
         what = f"`{shown(folder)}` is no whole {type(model).__name__}: its files do not have, or in another shape, " \
                f"{listing(lacking, f'{len(lacking)} of its weights')}"
-        other = next((name for name in sorted(unread) if name.endswith(f".{lacking[0]}")), "")
-        hint = f"It has `{other}`: take `{other.removesuffix(lacking[0])}` out of all names." if other else \
+        other, end = next(((name, end) for name in sorted(unread) for end in lacking if name.endswith(f".{end}")),
+                          ("", ""))
+        hint = f"It has `{other}`: take `{other.removesuffix(end)}` out of all names." if other else \
             "Take a folder that has them. Base models and classifiers are saved without a head that gives tokens."
         raise InvalidInput(Diagnostic(what, None, hint))
 
@@ -213,7 +215,7 @@ def _read(kind: Any, folder: Path, **options: Any) -> Any:
     """Read a part of a model's folder, without running code that is in it. Raises InvalidInput: it needs that."""
     try:
         return kind.from_pretrained(folder, trust_remote_code=False, **options)
-    except (ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+    except (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         what, hint = refusal(folder, f"`{shown(folder)}`") if code_of(folder) and isinstance(error, ValueError) else (
             f"transformers cannot read `{shown(folder)}` ({type(error).__name__}: {' '.join(str(error).split())})", "")
         raise InvalidInput(Diagnostic(what, None, hint)) from error

@@ -173,3 +173,20 @@ def test_a_tokenizer_is_that_of_its_file_whatever_class_is_named(tmp_path, kind,
         assert each(text, add_special_tokens=False)["input_ids"] == tokens
         assert each.chat_template == KINDS[kind]().chat_template
     assert "TokenizersBackend" not in (tmp_path / "saved/tokenizer_config.json").read_text()
+
+
+def test_a_prefix_of_all_names_is_told(tmp_path):
+    """torch.compile's `_orig_mod.` and others: the head is tied, and no file has it."""
+    build_model(270, 0, layers=1, hidden=64, heads=2, kv_heads=1).save_pretrained(tmp_path)
+    tensors = {f"_orig_mod.{name}": tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidInput, match=r"take `_orig_mod\.` out of all names"):
+        _load_folder(tmp_path, "lm")
+
+
+def test_a_configuration_that_contradicts_itself_is_refused(tmp_path):
+    """As one in which a user has taken layers out, and not their types."""
+    build_model(270, 0, layers=2, hidden=64, heads=2, kv_heads=1).save_pretrained(tmp_path)
+    change(tmp_path / "config.json", num_hidden_layers=1)
+    with pytest.raises(InvalidInput, match=r"transformers cannot read .*num_hidden_layers"):
+        _load_folder(tmp_path, "lm")
