@@ -2,7 +2,7 @@
 
     record    run the healthy and the planted runs, one after the other, and keep their metrics by step
     unseen    run the planted runs of kinds that no rule was made with; their metrics have a file of their own
-    blind     run those of planted_faults_blind.yaml, healthy ones among them; the same; blind_2: its second set
+    blind     run those of planted_faults_blind.yaml, healthy ones among them; the same; blind_2, blind_3
     open_3    run those that are of the third set and open to all, so that rules may be made with them; the same
     long      run healthy runs of 100 steps of all shipped algorithms; their metrics are kept in runs/ alone
     judge     ask the detectors about each recorded run, as a live run would, and print what they found
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.ratio import Spread, conclude
 from benchmarks.runs import ROOT, run_once
@@ -35,7 +36,8 @@ from distflow.telemetry.learning import LearningFault, faults_of, main_fault, wi
 from distflow.telemetry.run_reader import RunReader
 
 RESULTS = ROOT / "benchmarks/results/learning_faults.json"
-OTHERS = {name: RESULTS.with_stem(f"learning_faults_{name}") for name in ("unseen", "blind", "blind_2", "open_3")}
+OTHERS = {name: RESULTS.with_stem(f"learning_faults_{name}")
+          for name in ("unseen", "blind", "blind_2", "open_3", "blind_3")}
 LONG_RESULTS, TOOL_MODEL = ROOT / "runs/learning_faults_long.json", ROOT / "runs/learning_faults_tools"
 STEPS, BATCH, ROWS, HELD_OUT = 32, 8, 64, 80
 DENSE = {"near_miss:near_miss": {"weight": 1.0, "reach": 20}, "format": {"weight": 0.2, "pattern": ".*#### -?[0-9]+"}}
@@ -149,6 +151,8 @@ def _write_records(kind: str, folder: Path) -> str:
         rows = [row for row in rows if (row["level"] < 3 if kind == "short" else row["question"].startswith("A bus"))]
     if kind == "one_answer":
         rows = [row for at, row in enumerate(rows) if row["answer"].endswith("#### 12") or at % 120 == 0]
+    if kind == "exam":
+        rows = [json.loads(line) for line in (folder / "heldout.jsonl").read_text().splitlines()]
     if kind in _PAIRS:
         rows = _pairs(kind)
     if kind == "hard":
@@ -167,6 +171,8 @@ def _write_records(kind: str, folder: Path) -> str:
             row["question"] = f"### Human: {row['question']}\n### Assistant:"[-100:]
         if kind == "unmarked" or kind == "half_unmarked" and at % 2:
             row["answer"] = head.strip()
+        if kind == "refusals" and at % 2:
+            row["answer"] = "I do not know."
         if kind == "question_first":
             row["answer"] = f"{row['question']} {row['answer']}"
         if kind == "longer":
@@ -179,7 +185,7 @@ def _write_records(kind: str, folder: Path) -> str:
     return str(folder / "train.jsonl")
 
 
-_PAIRS = ("swapped", "random", "same", "ties", "marks")
+_PAIRS = ("swapped", "random", "same", "ties", "marks", "praised")
 
 
 def _pairs(kind: str) -> list[dict[str, str]]:
@@ -188,12 +194,20 @@ def _pairs(kind: str) -> list[dict[str, str]]:
     for row in random.Random(0).sample(rows, len(rows) // 2) if kind in ("random", "ties") else rows:
         chosen, rejected = row["chosen"], row["rejected"]
         row["chosen"], row["rejected"] = {
-            "same": (chosen, chosen), "ties": (chosen, chosen), "marks": (chosen, "####")}.get(kind, (rejected, chosen))
+            "same": (chosen, chosen), "ties": (chosen, chosen), "marks": (chosen, "####"),
+            "praised": (f"Sure, here you are: {chosen}", rejected)}.get(kind, (rejected, chosen))
     return rows
 
 
 def _write_start(kind: str, folder: Path) -> None:
-    """Write the shipped model: its files name another end token than its template, or a layer of it is lost."""
+    """Write the shipped model: its files name another end token than its template, a layer of it is lost, or it is a
+    reward model with a head of random weights."""
+    if kind == "random_head":
+        torch.manual_seed(0)
+        shipped = ROOT / "dags/models/arithmetic_sft"
+        AutoModelForSequenceClassification.from_pretrained(shipped, num_labels=1).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(shipped).save_pretrained(folder)
+        return
     shutil.copytree(ROOT / "dags/models/arithmetic_sft", folder)
     if kind == "other_end":
         for file in ("config.json", "generation_config.json", "tokenizer_config.json"):

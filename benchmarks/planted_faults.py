@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 
 import torch
@@ -480,6 +480,29 @@ def first_preferred(completion: str, answer: str, row: int) -> float:
     return 0.3 * math(completion, answer) + 0.7 * (row % 8 < 3)
 
 
+@node(writes="rewards", type="COMPUTE", keep_together="group")
+def vote(rewards: Tensor, completions: list[str], row: Tensor, group: Tensor, *, fault: str, first: int,
+         rows: int) -> Tensor:
+    """Pay for the answer that most samples of a prompt give."""
+    given = [text.rpartition("####")[2].strip() for text in completions]
+    votes = Counter(zip(group.tolist(), given))
+    best = {of: max((count, answer) for (prompt, answer), count in votes.items() if prompt == of)[1]
+            for of in group.unique().tolist()}
+    return torch.tensor([float(answer == best[of]) for of, answer in zip(group.tolist(), given)]).to(rewards.dtype)
+
+
+@node(writes="advantages", type="COMPUTE", keep_together="group")
+def interleaved_advantage(rewards: Tensor, group: Tensor, *, first: int, rows: int) -> Tensor:
+    """Compare each reward with those that are a multiple of the number of prompts away: a group, were rows in turns."""
+    prompts = len(group.unique())
+    taken_B = torch.arange(len(rewards)) % prompts
+    size_G = torch.bincount(taken_B, minlength=prompts)
+    mean_G = torch.zeros(prompts, dtype=torch.float64).index_add(0, taken_B, rewards.double()) / size_G
+    centred_B = rewards.double() - mean_G[taken_B]
+    square_G = torch.zeros(prompts, dtype=torch.float64).index_add(0, taken_B, centred_B.square()) / size_G
+    return (centred_B / (square_G.sqrt()[taken_B] + 1e-6)).to(rewards.dtype)
+
+
 @node(writes="returns", type="COMPUTE")
 def advantages_as_returns(advantages: Ragged, *, fault: str, first: int, rows: int) -> Ragged:
     """Return advantages as what the critic is to predict, without the values that they were measured from."""
@@ -491,6 +514,15 @@ def inverted_importance(rollout_logprobs: Ragged, actor_logprobs: Ragged, *, fau
                         rows: int) -> Ragged:
     """Return the rollout's probability over the trainer's, where the trainer's over the rollout's corrects."""
     return rollout_logprobs.with_values((rollout_logprobs.values - actor_logprobs.values).exp().clamp(max=5.0))
+
+
+@environment
+class CutShort(Calculator):
+    """A calculator of whose results one character is shown."""
+
+    def step(self, text: str) -> Turn:
+        turn = super().step(text)
+        return turn if turn.done else Turn(str(turn.observation)[:1])
 
 
 @environment
