@@ -305,7 +305,7 @@ class Publisher:
     def _copy_shards(self, shards: Mapping[str, Tensor], dtype: torch.dtype | None,
                      values: Sums, split: Split) -> tuple[RankManifest, numpy.ndarray]:
         pieces = [piece for each in slices_of(shards) for piece in split.pieces(*each)]
-        found = [piece for _, *piece in sorted(pieces, key=lambda piece: piece[0])]
+        found = [(each, local) for _, each, local in sorted(pieces, key=lambda piece: piece[0])]
         kinds = [dtype if dtype is not None and shard_slice.dtype.is_floating_point else shard_slice.dtype
                  for shard_slice, _ in found]
         orders = {name: order for order, name in enumerate(shards)}
