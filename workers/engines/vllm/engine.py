@@ -262,7 +262,8 @@ class ReadRecorder(TorchDispatchMode):
 def _box(part: Tensor, shape: torch.Size) -> Box:
     """Return the part of a contiguous tensor of this shape that a view has, or its rows."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    begin, last = part.storage_offset(), sum((size - 1) * step for size, step in zip(part.shape, part.stride()))
+    begin = int(part.storage_offset())
+    last = sum((int(size) - 1) * int(step) for size, step in zip(part.shape, part.stride()))
     if [*part.stride()] == strides:
         return [begin // step % size for step, size in zip(strides, shape)], [*part.shape]
     rows = begin // strides[0], (begin + last) // strides[0] + 1
