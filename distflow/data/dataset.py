@@ -38,7 +38,7 @@ from distflow.data.problems import (
     question_error,
     tools_error,
 )
-from distflow.data.text_records import CsvRecords, JsonRecords
+from distflow.data.text_records import CsvRecords, JsonRecords, packed_by, without_packing
 from distflow.errors import Diagnostic, InvalidInput, Location, abbreviated, did_you_mean, listing
 
 
@@ -134,8 +134,7 @@ def _once(path: Path, use: object, make: Callable[[], _R]) -> _R:
 def _open_file(path: Path) -> Records:
     kinds = {**dict.fromkeys((".jsonl", ".ndjson", ".json"), JsonRecords), ".csv": CsvRecords, ".tsv": CsvRecords,
              ".parquet": Parquet}
-    name = path.stem if path.suffix.lower() in (".gz", ".bz2", ".xz", ".zst") else path.name
-    kind: type[Records] | None = SavedFolder if path.is_dir() else kinds.get(Path(name).suffix.lower())
+    kind: type[Records] | None = SavedFolder if path.is_dir() else kinds.get(without_packing(path).suffix.lower())
     try:
         if kind:
             return kind(path)  # type: ignore[call-arg]
@@ -177,9 +176,10 @@ def open_training_sets(data: Data, path_of: Callable[[str], Path | None]) -> dic
     if len(found) == 1:
         return found
     root = Path(os.path.commonpath([path.parent for path in paths.values()]))
-    alike = len({path.stem for path in paths.values()}) < len(paths)
-    return {name: LabelledRecords(records, str(paths[name].relative_to(root).with_suffix("")) if alike
-                                  else paths[name].stem) for name, records in found.items()}
+    bare = {name: without_packing(path).with_suffix("") for name, path in paths.items()}
+    alike = len({path.name for path in bare.values()}) < len(bare)
+    return {name: LabelledRecords(records, str(bare[name].relative_to(root)) if alike else bare[name].name)
+            for name, records in found.items()}
 
 
 def read_blocks(records: Records) -> Iterator[tuple[int, Record]]:
@@ -331,6 +331,9 @@ def _unwrapped(records: Records, record: Record) -> str:
                  and not is_conversation(as_conversation(value))), "")
     if len(records) > 1 or not path.is_file() or not (held or _is_of_columns(record)):
         return ""
+    if program := packed_by(path):
+        packed, bare = (shlex.quote(str(each)) for each in (path, without_packing(path, "-unpacked")))
+        return f"It holds its records in one. Unpack it:  {program} -dc {packed} > {bare}"
     rows = f"d[{held!r}]" if held else \
         "[dict(zip(d, row)) for row in zip(*([*c.values()] if isinstance(c, dict) else c for c in d.values()))]"
     other = path.with_name(f"{path.stem}-{held or 'rows'}.json")

@@ -90,22 +90,21 @@ class TextRecords:
                         text.split("\n")[line].rstrip("\r"))
 
     def _iconv(self, encoding: str) -> str:
-        other = self.path.with_name(f"{self.path.stem}-utf8{self.path.suffix}")
-        return f"If the file is {encoding}:  iconv -f {encoding} -t UTF-8 {shlex.quote(str(self.path))} > " \
-               f"{shlex.quote(str(other))}"
+        path, other = (shlex.quote(str(each)) for each in (self.path, without_packing(self.path, "-utf8")))
+        program, iconv = packed_by(self.path), f"iconv -f {encoding} -t UTF-8"
+        return f"If the file is {encoding}:  {f'{program} -dc {path} | {iconv}' if program else f'{iconv} {path}'} > " \
+               f"{other}"
 
 
 def _opened(path: Path) -> IO[bytes]:
     """Open a file; a packed one is unpacked into a temporary file. Raises InvalidInput: it is damaged, or there is no
     room for it."""
-    file = path.open("rb")
-    begin = file.read(6)
-    unpack = next((each for start, each in _PACKED.items() if begin.startswith(start)), None)
-    if unpack is None:
-        return file
+    program = packed_by(path)
+    if not program:
+        return path.open("rb")
     whole = tempfile.TemporaryFile(prefix="distflow-unpacked-")  # noqa: SIM115 it outlives the call
     try:
-        with unpack(path) as packed:
+        with _UNPACK[program](path) as packed:
             shutil.copyfileobj(packed, whole, 2**20)
         whole.flush()
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
@@ -121,9 +120,23 @@ def _open_zstandard(path: Path) -> Any:
     return pyarrow.input_stream(str(path), compression="zstd")
 
 
-_PACKED: dict[bytes, Callable[[Path], Any]] = {
-    b"\x1f\x8b": gzip.open, b"\x28\xb5\x2f\xfd": _open_zstandard, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
-"""Functions that open a packed file, by how it begins."""
+_UNPACK: dict[str, Callable[[Path], Any]] = {
+    "gzip": gzip.open, "zstd": _open_zstandard, "bzip2": bz2.open, "xz": lzma.open}
+"""Functions that open a packed file, by the program that unpacks it."""
+_BEGINS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+
+
+def packed_by(path: Path) -> str:
+    """Return the program that unpacks a file; "" if it is not packed."""
+    with path.open("rb") as file:
+        begin = file.read(6)
+    return next((program for start, program in _BEGINS.items() if begin.startswith(start)), "")
+
+
+def without_packing(path: Path, added: str = "") -> Path:
+    """Return the path of what is in a packed file, `train.jsonl` of `train.jsonl.gz`; `added`: behind its stem."""
+    bare = path.with_suffix("") if path.suffix.lower() in (".gz", ".bz2", ".xz", ".zst", ".zstd") else path
+    return bare.with_name(f"{bare.stem}{added}{bare.suffix}")
 
 
 class JsonRecords(TextRecords):

@@ -8,6 +8,7 @@ import json
 import lzma
 import multiprocessing
 import shlex
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -21,7 +22,7 @@ from pyarrow import parquet
 
 from distflow.config.run import Data
 from distflow.data import text_records
-from distflow.data.dataset import RequiredFields, check_records, open_records
+from distflow.data.dataset import RequiredFields, check_records, open_records, open_training_sets
 from distflow.data.text_records import JsonRecords
 from distflow.errors import InvalidInput
 
@@ -238,6 +239,22 @@ def test_a_packed_file_is_read(tmp_path, suffix, pack):
     (tmp_path / f"b.jsonl{suffix}").write_bytes(pack(lines * 99)[:-9])
     with pytest.raises(InvalidInput, match=f"b.jsonl{suffix}: it cannot be unpacked"):
         open_records(tmp_path / f"b.jsonl{suffix}")
+    files = {name: tmp_path / name for name in (f"a.jsonl{suffix}", "plain.jsonl")}
+    sets = open_training_sets(Data(train=dict.fromkeys(files, 1.0)), files.get)
+    assert [records.get([0])[0]["source"] for records in sets.values()] == ["a", "plain"]
+
+
+@pytest.mark.skipif(not shutil.which("iconv"), reason="iconv is not installed")
+def test_the_commands_that_mend_a_packed_file_unpack_it(tmp_path):
+    for name, content, said in (("latin.jsonl.gz", b'{"question": "\xe9", "answer": "1"}\n', "If the file is ISO-8859"),
+                                ("all.json.gz", json.dumps({"data": [Q, Q]}).encode(), "It holds its records in one")):
+        (tmp_path / name).write_bytes(gzip.compress(content))
+        with pytest.raises(InvalidInput, match=said) as caught:
+            check_records(open_records(tmp_path / name), RequiredFields("question", ["answer"]))
+        subprocess.run(next(line for line in str(caught.value).splitlines() if said in line).partition(":  ")[2],
+                       shell=True, check=True)
+    assert _read_all(tmp_path / "latin-utf8.jsonl") == [{"question": "é", "answer": "1"}]
+    assert _read_all(tmp_path / "all-unpacked.json") == [{"data": [Q, Q]}]
 
 
 def test_a_folder_of_files_gets_the_line_that_names_them(tmp_path):
