@@ -75,9 +75,9 @@ def written(spec: Spec, bound: dict[str, Contract]) -> dict[str, tuple[str, ...]
 
 
 def _renamed(names: dict[str, str], column: str) -> str:
-    """Return a column's name in the DAG. `X.y` goes with `X`."""
-    column, *beside = column.split(".")
-    return ".".join([names.get(column, column), *beside])
+    """Return a column's name in the DAG. `X.y` goes with `X`, unless it is renamed itself."""
+    whole, *beside = column.split(".")
+    return names.get(column) or ".".join([names.get(whole, whole), *beside])
 
 
 def _column_read(names: dict[str, str], parameter: str) -> str:
@@ -297,7 +297,7 @@ class _Tracer:
         right = True
         for kind, names in known.items():
             for name in getattr(settings, kind):
-                if name not in names and name not in _BESIDE:
+                if name not in names and _BESIDE.get(name) not in names:
                     what = f"node `{node}`: function `{contract.name}` {kind} no `{name}`"
                     where = self.spec.dag_source.location(("nodes", node, kind, name), key=True)
                     self.mistakes.append(Diagnostic(what, where, did_you_mean(name, names, f"It {kind}")))

@@ -133,6 +133,15 @@ def test_rewards_read_which_of_their_own_responses_are_cut_off_in_thoughts(tmp_p
             for task in made.tasks if task.node in wanted} == wanted
 
 
+def test_names_that_nothing_goes_by_are_refused_and_others_are_kept(tmp_path):
+    (tmp_path / "named.yaml").write_text(TWO.replace("versions: v2", "versions: v2, completions.cut_thoughts: t2"))
+    (second,) = [task for task in plan(load(str(tmp_path / "named.yaml")), 1).tasks if task.node == "second"]
+    assert {"c2", "t2"} <= {*second.writes}
+    (tmp_path / "idle.yaml").write_text(TWO.replace("group_advantage", "group_advantage, reads: {cut_thoughts: t}"))
+    with pytest.raises(InvalidInput, match="function `group_advantage` reads no `cut_thoughts`"):
+        plan(load(str(tmp_path / "idle.yaml")), 1)
+
+
 def test_a_reward_is_named_with_its_module_and_not_imported(planned, monkeypatch):
     monkeypatch.delitem(sys.modules, "rewards_of_ones_own", raising=False)
     reads = planned("{'rewards_of_ones_own:passes': {most: 1}}", "tests", "rewards_of_endings:ended", imports="")
