@@ -88,7 +88,7 @@ class FailureNames:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "gpu":  # `make gpu` alone uses one: what else is shown holds on any machine
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["CUDA_VISIBLE_DEVICES"] = fork_server.ENVIRONMENT["CUDA_VISIBLE_DEVICES"] = ""
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         fork_server.share()
     if terminal := config.pluginmanager.get_plugin("terminalreporter"):  # not in a process that xdist starts

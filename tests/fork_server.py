@@ -28,7 +28,7 @@ FORKED.set_forkserver_preload([
     "distflow.weights.publisher", "distflow.weights.puller"])
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 """Torch's store asks for the name of each peer. Of many questions at once some stay unanswered, for 5 s each."""
-_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # as `launch.py` has it
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # as `launch.py` has it
 """When tests are collected: the server keeps none of the variables that the test sets which is the first to need it."""
 _SHARED = "TESTS_FORK_SERVER"
 if address := os.environ.get(_SHARED):
@@ -38,20 +38,24 @@ if address := os.environ.get(_SHARED):
 
 def share() -> None:
     """Start the server for the processes that this one is about to start."""
-    _forkserver.ensure_running()
+    _start()
     os.environ[_SHARED] = _forkserver._forkserver_address
 
 
 def fork_process(target: Callable[..., None], *arguments: Any, daemon: bool = False) -> ForkServerProcess:
     process = FORKED.Process(target=target, args=arguments, daemon=daemon)
+    _start()
+    process.start()
+    return process
+
+
+def _start() -> None:
     own = dict(os.environ)
     try:
-        _set_environment(_ENVIRONMENT)
+        _set_environment(ENVIRONMENT)
         _forkserver.ensure_running()
     finally:
         _set_environment(own)
-    process.start()
-    return process
 
 
 def describe(config: str) -> subprocess.CompletedProcess[str]:

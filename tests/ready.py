@@ -206,10 +206,8 @@ def attend(job: dict[str, Any], outputs: list[int]) -> NoReturn:
     os.chdir(job["folder"])
     os.environ.clear()
     os.environ.update(job["environment"])
-    from distflow.telemetry import heartbeat
-
     if not job["ranks"]:
-        become(job["line"])
+        begin(job["line"])
     listening = socket.create_server(("127.0.0.1", 0))
     address, ranks = listening.getsockname(), []
     for rank in range(job["ranks"]):
@@ -217,8 +215,7 @@ def attend(job: dict[str, Any], outputs: list[int]) -> NoReturn:
         if not process:
             listening.close()
             os.environ.update(places(rank, job["ranks"], address))
-            heartbeat.set_current(heartbeat.Heartbeat())  # which is memory that forks share
-            become(job["line"])
+            begin(job["line"])
         ranks.append(process)
     import torch.distributed as dist
 
@@ -226,6 +223,13 @@ def attend(job: dict[str, Any], outputs: list[int]) -> NoReturn:
     good = wait_for(ranks)
     del store
     os._exit(0 if good else 1)
+
+
+def begin(line: list[str]) -> NoReturn:
+    from distflow.telemetry import heartbeat
+
+    heartbeat.set_current(heartbeat.Heartbeat())  # which is memory that forks share
+    become(line)
 
 
 def places(rank: int, ranks: int, address: tuple[str, int]) -> dict[str, str]:
