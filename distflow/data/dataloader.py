@@ -172,6 +172,7 @@ class Mixture:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of a mixture of the same datasets by the same weights."""
+        self.reweighed = bool(state.get("since"))  # of older states, which say no more
         for name in _MIXED & state.keys():
             setattr(self, name, state[name])
 
@@ -334,7 +335,7 @@ class Dataloader:
         weights = mixed.get("weights") or mixed.get("turns")
         mixture = self.records if isinstance(self.records, Mixture) else Mixture([self.records], [1])
         alike = not weights or "weights" not in mixed or [*weights] == [*mixture.weights]
-        if alike and places == [*range(len(before))]:
+        if alike and (not before or places == [*range(len(before))]):
             mixture.load_state_dict(mixed)
             self.records = mixture if "mixture" in state else self.records
         elif before and weights:

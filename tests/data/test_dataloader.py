@@ -156,6 +156,20 @@ def test_weights_may_change_after_each_step():
         assert step_of(shares)[1] == made[step]
 
 
+@pytest.mark.parametrize("kept", [("position", "mixture"), ("position", "mixture", "files")])
+def test_a_state_of_an_older_version_continues_by_the_weights_that_nodes_have_set(kept):
+    first, later = resumable({"a": 1, "b": 1}), resumable({"a": 1, "b": 1})
+    first.next()
+    first.reweigh([{f"{SOURCE_WEIGHT}a": (7.0, 1.0), f"{SOURCE_WEIGHT}b": (1.0, 1.0)}])
+    state = {name: value for name, value in first.state_dict().items() if name in kept}
+    state["mixture"] = {name: state["mixture"][name] for name in ("since", "taken", "turns", "shares", "owed")}
+    later.load_state_dict(json.loads(json.dumps(state)))
+    for _ in range(6):
+        assert later._indices(later.next().ids) == first._indices(first.next().ids)
+        first.reweigh([])
+        later.reweigh([])
+
+
 def test_a_set_of_less_than_a_prompt_a_step_has_its_share():
     """Sets report weights only in steps in which they have prompts; a weight of 0 for all changes nothing."""
     one, drawn = named([5, 5, 5], 8), [0, 0, 0]
