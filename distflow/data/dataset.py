@@ -344,11 +344,13 @@ def _unwrapped(records: Records, record: Record) -> str:
 
 
 def _is_of_columns(record: Record) -> bool:
-    """Return whether a record is a whole table, as pandas writes one: a list, or a mapping by row, of each column."""
+    """Return whether a record is a whole table, as pandas writes one: a list, or a mapping by row, of each column. All
+    mappings must have their rows in one order."""
     columns = [value.values() if isinstance(value, dict) else value for value in record.values()]
     return len(columns) > 1 and all(isinstance(value, list | dict) and value for value in record.values()) and \
-        len({*map(len, columns)}) == 1 and not any(isinstance(cell, dict) and _ROLE & cell.keys()
-                                                   for column in columns for cell in column)
+        len({*map(len, columns)}) == 1 and \
+        len({(*value,) for value in record.values() if isinstance(value, dict)}) < 2 and \
+        not any(isinstance(cell, dict) and _ROLE & cell.keys() for column in columns for cell in column)
 
 
 def _remedy(name: str, record: Record, fields: RequiredFields) -> str:

@@ -223,6 +223,13 @@ def test_records_within_one_are_taken_by_the_command_that_is_named(tmp_path, who
     assert _read_all(written) == [Q, Q]
 
 
+def test_columns_with_rows_in_other_orders_get_no_command_that_mixes_them(tmp_path):
+    (tmp_path / "all.json").write_text('{"question": {"0": "a", "1": "b"}, "answer": {"1": "B", "0": "A"}}')
+    with pytest.raises(InvalidInput) as caught:
+        check_records(open_records(tmp_path / "all.json"), RequiredFields("question", ["answer"]))
+    assert "its columns as records" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("suffix", "pack"), [
     (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress),
     (".zst", lambda data: pyarrow.compress(data, "zstd", asbytes=True))])
