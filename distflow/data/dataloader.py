@@ -317,15 +317,16 @@ class Dataloader:
         mixture = {"mixture": self.records.state_dict()} if isinstance(self.records, Mixture) else {}
         return {"position": self.position, **mixture, **({"files": self.files} if self.files else {})}
 
-    def load_state_dict(self, state: dict[str, Any], new_pass: bool = True) -> None:
-        """Load a state. `new_pass`: whether data with another number of records begins a new pass."""
+    def load_state_dict(self, state: dict[str, Any], alone: bool = True) -> None:
+        """Load a state. `alone`: whether no loader of another group finds records by positions. One does without a
+        state, so that a position then means what it does in a run that begins with these sets."""
         self.position, self.left_over = int(state["position"]), len(state.get("open", ()))
-        self._load_mixture(state)
-        self._compare_files(state.get("files", {}), new_pass)
+        self._load_mixture(state, alone)
+        self._compare_files(state.get("files", {}), alone)
 
-    def _load_mixture(self, state: dict[str, Any]) -> None:
+    def _load_mixture(self, state: dict[str, Any], alone: bool) -> None:
         """Load where each training set stands. Of other sets or weights than the state's, each set that stays continues
-        where it stood, and says so."""
+        where it stood, if this loader is `alone`. Says so."""
         before, now = ({name: file for name, file in files.items() if not name.startswith(HELD_OUT)}
                        for files in (state.get("files", {}), self.files))
         homes, order = {str(file): name for name, file in before.items()}, [*before]
@@ -335,25 +336,28 @@ class Dataloader:
         weights = mixed.get("weights") or mixed.get("turns")
         mixture = self.records if isinstance(self.records, Mixture) else Mixture([self.records], [1])
         alike = not weights or "weights" not in mixed or [*weights] == [*mixture.weights]
-        if alike and (not before or places == [*range(len(before))]):
+        unlike = not alike or bool(before) and places != [*range(len(before))]
+        if alone and not unlike:
             mixture.load_state_dict(mixed)
             self.records = mixture if "mixture" in state else self.records
-        elif before and weights:
-            other = Mixture([mixture.sets[0] for _ in before], weights)
-            other.load_state_dict(mixed)
-            mixture.follow(other, places, self.position, self.seed)
-            self.records = mixture
+        elif before and weights and (unlike or mixed.get("since")):
+            if alone:
+                other = Mixture([mixture.sets[0] for _ in before], weights)
+                other.load_state_dict(mixed)
+                mixture.follow(other, places, self.position, self.seed)
+                self.records = mixture
             if events.current().rank == 0:
                 shares = ", ".join(f"{name} (weight {weight})" for name, weight in zip(before, weights))
-                events.show(f"note: the run began with other training sets or weights: {shares}. Each set that stays "
-                            "continues where it stood.")
+                events.show(f"note: the run began with other training sets or weights: {shares}. " + (
+                    "Each set that stays continues where it stood." if alone else
+                    "Records may come twice in a pass, or not at all; in mode sync each set continues where it stood."))
 
-    def _compare_files(self, before: DataFiles, new_pass: bool) -> None:
+    def _compare_files(self, before: DataFiles, alone: bool) -> None:
         """Say which files are others than those of the state, and where training continues. A single training set with
         another number of records may begin a new pass."""
         for name, resized, how in changes(before, self.files):
             held_out = name.startswith(HELD_OUT)
-            if resized and not held_out and new_pass and not isinstance(self.records, Mixture):
+            if resized and not held_out and alone and not isinstance(self.records, Mixture):
                 self.position += -self.position % len(self.records)
             where = f"Training continues at record {self.position % len(self.records) + 1:,} of pass " \
                     f"{self.position // len(self.records) + 1:,} over it, in its shuffled order."

@@ -102,6 +102,32 @@ def test_a_mixture_of_other_sets_or_weights_continues_each_set_where_it_stood(be
         before = now
 
 
+@pytest.mark.parametrize(("before", "between", "now"), [
+    ({"a": 1, "b": 1}, None, {"a": 1, "b": 3}), ({"a": 1}, None, {"b": 1}),
+    ({"a": 1}, {"a": 1, "b": 1}, {"a": 1, "b": 1})])
+def test_positions_mean_the_same_to_loaders_of_other_groups(before, between, now, capsys):
+    """Rollouts have no state: they would have sampled other prompts than those that the trainer has beside them."""
+    state = json.loads(json.dumps(_stepped(resumable(before)).state_dict()))
+    if between:
+        (middle := resumable(between)).load_state_dict(state)
+        state = json.loads(json.dumps(_stepped(middle).state_dict()))
+    capsys.readouterr()
+    trainer, rollout = resumable(now), resumable(now)
+    trainer.load_state_dict(state, alone=False)
+    ids = torch.arange(trainer.position, trainer.position + 20)
+    assert trainer.at(ids)["number"].tolist() == rollout.at(ids)["number"].tolist()
+    assert "Records may come twice" in capsys.readouterr().out
+    again = resumable(now)
+    again.load_state_dict(json.loads(json.dumps(trainer.state_dict())), alone=False)
+    assert not capsys.readouterr().out
+
+
+def _stepped(loader: Dataloader) -> Dataloader:
+    for _ in range(4):
+        loader.next()
+    return loader
+
+
 def test_a_set_in_another_folder_continues_where_it_stood(capsys):
     first, later = resumable({"a": 1, "b": 1}), resumable({"a": 1, "b": 1})
     steps = [first.next().ids.tolist() for _ in range(4)]

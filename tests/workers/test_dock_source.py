@@ -57,6 +57,16 @@ def test_prompts_left_over_are_refused_where_training_is_in_order(empty, on_stal
     source.close()
 
 
+@pytest.mark.parametrize("on_stale", ["wait", "keep"])
+def test_prompts_after_a_resume_with_other_data_are_those_of_rollouts(empty, on_stale):
+    """Whose loaders load no state."""
+    source = DockSource(loader(), plan(), empty, settings(on_stale=on_stale), TRAINED, 0)
+    source.loader.files = {"new.jsonl": [8, "new"]}
+    source.load_state_dict({"position": 4, "files": {"old.jsonl": [6, "old"]}})
+    assert [source.loader._index(place) for place in range(20)] == [loader()._index(place) for place in range(20)]
+    source.close()
+
+
 def ready(dock: DockClient) -> int:
     return sum(each["indexes"][TRAINER]["ready"] for each in dock.status() if TRAINER in each["indexes"])
 
