@@ -30,6 +30,7 @@ def learning(reader: RunReader) -> Iterator[str]:
     main = main_fault(faults)
     if main is None:
         yield f"Nothing is wrong with its learning in {len(steps)} step{'s' * (len(steps) != 1)}. {_typical(steps)}"
+        yield from _doubts(reader)
         return
     seen = main.evidence
     yield (f"{seen.what}, since step {seen.since}; detector `{main.detector}` was sure of it at step {main.step}. "
@@ -45,10 +46,20 @@ def learning(reader: RunReader) -> Iterator[str]:
             changed = ", ".join(f"{key}: {old} → {new}" for key, (old, new) in event.get("settings", {}).items())
             facts = event.get("what") or event.get("why") or event.get("reason") or changed
             yield f"  step {event['step']}: {event['event'].replace('_', ' ')} {facts}".rstrip()
+    yield from _doubts(reader)
     others = [fault for fault in faults if fault is not main]
     if others:
         yield "With it, or after it:"
         yield from (f"  step {fault.step}  {fault.sentence} (`{fault.detector}`)" for fault in others)
+
+
+def _doubts(reader: RunReader) -> Iterator[str]:
+    """Yield what was doubted of the run's inputs before it started, which may be the cause."""
+    doubts = dict.fromkeys(doubt for event in reader.rows("events") if event["event"] == "preflight"
+                           for doubt in event.get("doubts") or ())
+    if doubts:
+        yield "Noted before its start:"
+        yield from (f"  {doubt}" for doubt in doubts)
 
 
 def _typical(steps: Sequence[Mapping[str, float]]) -> str:

@@ -59,8 +59,9 @@ def run_folder(folder: Path, rewards: list[float]) -> Path:
 def test_what_changed_with_a_reward_is_named(tmp_path):
     folder = run_folder(tmp_path, [0.8 + 0.01 * (step % 4) for step in range(30)] + [0.2] * 20)
     (folder / "summary.json").write_text("{}")
-    (folder / "events.jsonl").write_text(json.dumps(
-        {"time": 1.0, "step": 31, "rank": 0, "event": "settings_changed", "settings": {"steps": ["30", "50"]}}) + "\n")
+    (folder / "events.jsonl").write_text("".join(json.dumps({"time": 1.0, "rank": 0, **event}) + "\n" for event in (
+        {"step": 0, "event": "preflight", "doubts": ["4 questions are in both sets"]},
+        {"step": 31, "event": "settings_changed", "settings": {"steps": ["30", "50"]}})))
     (folder / "samples.jsonl").write_text(json.dumps(
         {"step": 40, "questions": "How many?", "completions": "so many words", "environment_rewards": 0.1}) + "\n")
     said = list(explain(folder, complete_checkpoints))
@@ -69,6 +70,7 @@ def test_what_changed_with_a_reward_is_named(tmp_path):
     assert "  reward/math: 0.327 → 0.0811" in said
     assert "  response/length: 42 → 132" in said
     assert "  step 31: settings changed steps: 30 → 50" in said
+    assert said[said.index("Noted before its start:") + 1] == "  4 questions are in both sets"
     assert '    "so many words"' in said
     said = list(explain(folder, complete_checkpoints, 9))
     assert said[0] == "Step 9 took 2.00 s; the median is 1.00 s."

@@ -242,25 +242,28 @@ class ReadRecorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.watched: dict[int, tuple[str, torch.Size, StorageWeakRef]] = {}
+        self.watched: dict[int, tuple[str, torch.Size, int, StorageWeakRef]] = {}
         """By storage, of which the reference keeps the number from being used again."""
         self.boxes: dict[str, list[Box]] = {}
 
     def watch(self, name: str, tensor: Tensor) -> None:
         if tensor.ndim and tensor.is_contiguous():
             storage = tensor.untyped_storage()
-            self.watched[storage._cdata] = name, tensor.shape, StorageWeakRef(storage)
+            self.watched[storage._cdata] = name, tensor.shape, tensor.element_size(), StorageWeakRef(storage)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for each in () if function.is_view else tree_leaves((args, kwargs)):
             found = self.watched.get(each.untyped_storage()._cdata) if isinstance(each, Tensor) else None
-            if found and each.numel() and (box := _box(each, found[1])) not in self.boxes.setdefault(found[0], []):
+            if found and each.numel() and (box := _box(each, *found[1:3])) not in self.boxes.setdefault(found[0], []):
                 self.boxes[found[0]].append(box)
         return function(*args, **(kwargs or {}))
 
 
-def _box(part: Tensor, shape: torch.Size) -> Box:
-    """Return the part of a contiguous tensor of this shape that a view has, or its rows."""
+def _box(part: Tensor, shape: torch.Size, width: int) -> Box:
+    """Return the part of a contiguous tensor of this shape and bytes of an element that a view has, or its rows; all
+    of it where the view has elements of another width."""
+    if part.element_size() != width:
+        return [0] * len(shape), [*shape]
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     begin = int(part.storage_offset())
     last = sum((int(size) - 1) * int(step) for size, step in zip(part.shape, part.stride()))
