@@ -197,6 +197,8 @@ def _same_ratio(wanted: Answer, given: Answer) -> bool:
         hours = [{_hour(answer), _hour(answer, half)} for answer, half in zip((wanted, given), halves)]
         alike = halves[0] == halves[1] or ("" in halves and hours[0] & hours[1])
         return bool(alike) and same(wanted.parts[1], given.parts[1]) and bool(hours[0] & hours[1])
+    if "m" in (wanted.text + given.text)[5:]:  # `am` or `pm` of a time, beside a ratio
+        return False
     crossed = [[Expression("*", (part.node, other.parts[0].node)) for part in answer.parts if part.node]
                for answer, other in ((wanted, given), (given, wanted)) if other.parts[0].node]
     return len(wanted.parts) == len(given.parts) and len(crossed) == 2 and all(map(equal, *crossed))
@@ -450,9 +452,9 @@ def _single(given: list[Token]) -> Answer:
         return Answer("row", ends, text="()") if ring == "R" else Answer("words", text=ring)
     if _closes(given):
         return _bracketed(given)
-    parts, colons = _split(given, (":",))
+    parts, colons = _split(given, (":", "∶"))
     if colons:
-        return _ratio(parts)
+        return _ratio(parts, colons)
     if digits := _digits(given):
         return Answer("digits", text=digits)
     if len(given) == 1 and given[0].kind == "word" and len(given[0].text) > 1 and given[0].text.isupper():
@@ -496,9 +498,9 @@ def _ungrouped(token: Token) -> list[Token]:
     return [part for number in numbers for part in (Token("sign", ","), number)][1:]
 
 
-def _ratio(parts: list[list[Token]]) -> Answer:
+def _ratio(parts: list[list[Token]], colons: list[str]) -> Answer:
     numbers = [token for part in parts for token in part if token.kind == "number"]
-    time = len(parts) == 2 and len(numbers) == 2 and all(number.text.isdigit() for number in numbers) and \
+    time = colons == [":"] and len(numbers) == 2 and all(number.text.isdigit() for number in numbers) and \
         len(numbers[1].text) == 2 and int(numbers[0].text) < 25 and int(numbers[1].text) < 60
     tail = "".join(token.text for token in parts[-1][1:]).lower() if time else ""
     half = "".join(sign for sign in tail if sign.isalpha())

@@ -56,7 +56,7 @@ _MARKUP = tuple((re.compile(pattern), to) for pattern, to in (
     (r"(?<!\\)\\[ ,;:!>]|\\q?quad(?![a-z])|~|\\(?:thinspace|hspace\{[^{}]*\})", " "),
     (r"\\cdotp?(?![a-z])|\\times|\\ast|\\star", "*"),
     (r"\\div(?![a-z])", "/"),
-    (r"(?<=[0-9])\s+to\s+(?=[0-9])", ":"),
+    (r"(?<=[0-9])\s+to\s+(?=[0-9])", "∶"),  # a ratio, and no time
     (r"\A(\s*)\b(?:inf|Inf)\b|(?<=[(,+-])\s*\binf\b", r"\1\\infty "),
     (r"(?<![a-z])\{\s*:\s*\}|\\colon(?![a-z])", ":"),
     (r"(?<=[0-9])\s*(?:\^\s*\{?\s*)?(?:\\(?:text|mathrm|textsuperscript)\{\s*)?(?:st|nd|rd|th)(?![a-z])\s*\}*", ""),
