@@ -53,9 +53,10 @@ _ALSO_COUNTED = frozenset(["cup", "cups", *"块塊周角点點分분杯잔"])
 """Units that may also count things, people or points."""
 _SAYING = re.compile(r"(?:입니다|이다|이에요|예요|です|である|だ)\Z")
 _PER, _SPEEDS = re.compile(r"\s*(?:/|\bper\b|每)\s*"), {"mph": "mi/h", "kph": "km/h", "kmh": "km/h"}
-_POWER = re.compile(r"(?:(?P<two>(?:square|sq)\s+|平方|제곱)|(?P<three>(?:cubic|cu)\s+|立方|세제곱))?"
+_POWER = re.compile(r"(?:(?P<two>(?:square|sq\.?)\s+|平方|제곱)|(?P<three>(?:cubic|cu\.?)\s+|立方|세제곱))?"
                     r"(?P<base>.+?)(?P<tail>\s+(?:squared|sq)\b|\s+(?:cubed|cu)\b)?", re.IGNORECASE)
-_PLURAL = re.compile(r"(?!(?:unit|degree|percent|time|other|total)s\Z)[a-z]{2,}[^\Wsiu]s|people|children|(?:wo)?men")
+_PLURAL = re.compile(r"(?!(?:unit|square|cube|degree|percent|time|other|total)s\Z)"
+                     r"[a-z]{2,}[^\Wsiu]s|people|children|(?:wo)?men")
 """Things that are counted, in English. Words that may stand for any unit are none."""
 SHORT_UNITS = frozenset(name for name in _MEASURES if name.isascii() and name.isalpha() and len(name) < 3)
 NO_UNITS = names(
@@ -76,6 +77,8 @@ def _measures(name: str) -> dict[str, str]:
     """Return the unit, by what it measures, of a name that may say `square` or `cubic`; `sq` and `cu` may follow it."""
     if (found := _POWER.fullmatch(name)) and (mark := found["two"] or found["three"] or found["tail"]):
         power = "²" if found["two"] or mark.strip().lower().startswith("sq") else "³"
+        if found["base"].lower() in ("unit", "units"):
+            return {f"length{power}": "", "area" if power == "²" else "volume": ""}
         base = {kind: f"{units.split()[0]}{power}" for kind, units in units_of(found["base"]).items() if units}
         return next((_MEASURES[unit] for unit in base.values() if unit in _MEASURES),
                     {f"{kind}{power}": unit for kind, unit in base.items()})
@@ -97,9 +100,11 @@ def units_of(word: str) -> dict[str, str]:
 
 def differ(one: dict[str, str], other: dict[str, str]) -> bool:
     """Return whether two units are known and not the same, such as cm and m, or cm and kg. Two of money are compared
-    as money: 块 and 角 may both count things, too. A rate may be named by what it is of: 5 km an hour are 5 km."""
+    as money: 块 and 角 may both count things, too. A rate may be named by what it is of: 5 km an hour are 5 km. A
+    unit without a name, as in `square units`, is any of its quantity."""
     if ("/" in "".join(one)) != ("/" in "".join(other)):
         one, other = ({kind.partition("/")[0]: unit.partition("/")[0] for kind, unit in units.items()}
                       for units in (one, other))
     both = one.keys() & other.keys()
-    return bool(one and other) and not any(one[each] == other[each] for each in both & {"money"} or both)
+    return bool(one and other) and not any(
+        one[each] == other[each] or "" in (one[each], other[each]) for each in both & {"money"} or both)
