@@ -535,7 +535,8 @@ def _amounts(text: str) -> list[tuple[Fraction, dict[str, str]]]:
     """Return the numbers of an amount in several units, as `1 hour 30 minutes`, each with its unit."""
     plain = _without_markup(text).strip().rstrip(".")
     found = _AMOUNTS.findall(plain) if len(plain) < 100 and re.fullmatch(rf"(?:{_AMOUNTS.pattern})+", plain) else []
-    return [(Fraction(number), units_of(unit)) for number, unit in found]
+    return [(Fraction(number), units if any((units := units_of(unit)).values()) else {unit.lower(): ""})
+            for number, unit in found]
 
 
 @functools.lru_cache(maxsize=65536)
