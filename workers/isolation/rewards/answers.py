@@ -63,8 +63,8 @@ class Answer:
 def parse_whole(text: str) -> Answer | None:
     """Return the answer that a text is; None if any of it is not understood."""
     try:
-        if date := _date(text):
-            return Answer("words", text=date)
+        if day := date(text):
+            return Answer("words", text=day)
         if _OUTWARD.search(text):
             text = _ENDS_OF.sub(lambda found: f"{'(['[found[1] == '[']}{found[2]}{')]'[found[3] == ']']}", text)
         given = _spread(tokens(text))
@@ -75,7 +75,7 @@ def parse_whole(text: str) -> Answer | None:
         return None
 
 
-def _date(text: str) -> str:
+def date(text: str) -> str:
     """Return a date as year-month-day, or where its order is not known as it is written; "" if a text is none."""
     plain = re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}|[\\$]", r"\1", text).strip(" .").lower()
     for pattern in _DATES:

@@ -16,7 +16,7 @@ from distflow.contracts.decorators import Regex, reward
 from distflow.errors import InvalidInput
 from distflow.telemetry.metrics import current
 from workers.isolation.rewards import behind_thoughts
-from workers.isolation.rewards.answers import SHORT_WORDS, parse_whole, readings, same, spelling
+from workers.isolation.rewards.answers import SHORT_WORDS, date, parse_whole, readings, same, spelling
 from workers.isolation.rewards.latex import FULL_WIDTH, IDEOGRAPHS, names
 from workers.isolation.rewards.quantities import CURRENCIES, NO_UNITS, SHORT_UNITS, differ, is_unit, units_of
 
@@ -202,13 +202,13 @@ def _counted(words: str) -> int:
 
 def reference_number(text: str) -> Number | None:
     """Return the number that a reference is, or None. It is read more strictly: it may have a currency, a percent sign,
-    a unit and words in `\text{}`, but no remark, variable or words before it (`3a` and `(2,100)` are none)."""
+    a unit and words in `\text{}`, but no remark, variable or words before it (`3a`, `(2,100)` and `5 May` are none)."""
     if counted := _COUNTED.fullmatch(text.strip(" .")):
         return Number(Fraction(_counted(counted[0])))
     bare = IDEOGRAPHS.sub(" ", _without_markup(_TEXT.sub(" ", text[:_LONGEST])))
     glued = re.search(r"[0-9]([^\W\d_]+)", re.sub(r"(?<=[0-9])[eE](?=[-+]?[0-9])", "", bare))
     words = _WORD.findall(re.sub(r"(?<=[0-9])[eE](?=[-+]?[0-9])", "", bare))
-    if "(" in bare or (glued and len(glued[1]) < 2) or (glued and glued[1] not in SHORT_UNITS):
+    if "(" in bare or date(text[:_LONGEST]) or (glued and len(glued[1]) < 2) or (glued and glued[1] not in SHORT_UNITS):
         return None
     if any(len(word) == 1 or (len(word) == 2 and word not in _SHORT) for word in words):
         return None
