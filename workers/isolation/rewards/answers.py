@@ -247,7 +247,7 @@ def _below(order: Answer) -> list[tuple[str, Expression]]:
 
 def _as_matrix(answer: Answer, other: Answer) -> Answer:
     """Return `[[1, 2], [3, 4]]`, or a vector as `(1, 2)`, as a matrix where the other answer is one."""
-    if answer.kind != "row" or other.node is None or other.node.kind != "matrix":
+    if answer.kind != "row" or answer.text not in ("()", "[]") or other.node is None or other.node.kind != "matrix":
         return answer
     rows = [part.parts if part.kind == "row" else (part,) for part in answer.parts]
     cells = tuple(cell.node for row in rows for cell in row if cell.node is not None)
