@@ -233,7 +233,9 @@ def spoken_answer(text: str) -> list[str]:
     """Return what the last sentence of a text may give as its answer: what stands behind "answer is", or the formula at
     its end."""
     sentence = last_sentence(text).rstrip(".! ")
-    found = [_ANSWER.search(sentence), _FORMULA.search(sentence)]
+    formula = _FORMULA.search(sentence)
+    denied = formula and _DENIED.search(sentence[max(0, formula.start() - 40) : formula.start()])
+    found = [_ANSWER.search(sentence), None if denied else formula]
     return [next(part for part in match.groups() if part is not None) for match in found if match]
 
 
@@ -317,15 +319,20 @@ _AMOUNTS = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([^\W\d_]+)(?:[\s,]*\band\b|,
 _LETTERS = re.compile(r"[A-Za-z]{2,3}")
 _SIGNS = re.compile(r"\A[^\w\s$\\(\[{.+−–-]+\s*")
 _ANSWER = re.compile(
-    r"(?:\b(?:answer|correct (?:option|choice)|respuesta(?: correcta)?|r[ée]ponse(?: correcte)?|(?:richtige )?antwort|"
+    r"(?:\b(?<!wrong )(?<!falsche )(?<!incorrect )(?:answer|correct (?:option|choice)|respuesta(?: correcta)?|"
+    r"r[ée]ponse(?: correcte)?|(?:richtige )?antwort|"
     r"risposta(?: corretta)?|resposta(?: correta)?)\b(?:\W{0,3}\b(?:is|was|es|est|ist|è|é)\b)?|(?:答案|答え|正解|정답)"
     r"(?:应该?)?[是为為はがは은는]?|(?<![不没])(?:故|[应應](?<!不.))[选選])[^\w$\\(\[{+.−–-]{0,3}[\s*]*(?:(?:option|choice)\s+)?([^\s*:=].*?)\**"
     r"\s*(?:です|입니다|이다)?\Z", re.IGNORECASE)
 _FORMULA = re.compile(r"\$([^$]+)\$\**\Z|\\\(((?:[^\\]|\\[^()])+)\\\)\**\Z")
+_DENIED = re.compile(
+    r"(?:\b(?:not|cannot|nor|than|nicht|pas|n[ãa]o|non|no es|(?:wrong|incorrect|falsche) \w+)\b|n['’]t\b|不[是等])"
+    r"[^,.;:]{0,10}\Z", re.IGNORECASE)
+"""What right before a formula keeps it from being the answer."""
 _CHOICE = re.compile(
     r"(?:(?i:option|choice|选项?|選項?)\s*[:：]?\s*\(?(?P<named>[A-Ja-j])\)?|\(?(?P<letter>[A-J]))"
     r"(?:(?:\)?[.)]\s+|(?:\)?:|\s[-–—])\s(?=[A-Z]?[a-z]*\s[a-z]|[A-Za-z]{4,}))(?!(?:and|or)\b)"
-    r"(?P<behind>(?:(?![.!?]\s|\s\(?[A-J]\)\s).)+)|\s(?:because|since|as)\s.*|\)?[:项項]?)")
+    r"(?P<behind>(?:(?![.!?]\s|\s\(?[A-J]\)\s).)+)|\s(?:because|since|as(?!\s+well\b|\s+[A-J]\b))\s.*|\)?[:项項]?)")
 """A letter of a choice, and one sentence that may stand behind it and names no other letter."""
 _LONG = re.compile(r"[-+]?[0-9.,]{1000,}")  # A number of so many digits is compared as text
 
