@@ -334,6 +334,7 @@ _CHOICE = re.compile(
     r"(?:(?:\)?[.)]\s+|(?:\)?:|\s[-–—])\s(?=[A-Z]?[a-z]*\s[a-z]|[A-Za-z]{4,}))(?!(?:and|or)\b)"
     r"(?P<behind>(?:(?![.!?]\s|\s\(?[A-J]\)\s).)+)|\s(?:because|since|as(?!\s+well\b|\s+[A-J]\b))\s.*|\)?[:项項]?)")
 """A letter of a choice, and one sentence that may stand behind it and names no other letter."""
+_LETTERS_ALONE = re.compile(r"(?:\b(?:[A-J]|and|or)\b|\W)+")
 _LONG = re.compile(r"[-+]?[0-9.,]{1000,}")  # A number of so many digits is compared as text
 
 
@@ -434,7 +435,8 @@ def math(completion: str, answer: str, cut_thoughts: bool = False, *, strict: bo
 def _is_right(completion: str, reference: str) -> bool:
     wanted, given = _final_answers(completion, reference)
     marked = marked_answer(completion) is not None
-    if marked and _choices(wanted)[0] and not _choices(given or "")[0]:  # a formula in a box, before the letter
+    lettered = bool(_choices(given or "")[0] or _LETTERS_ALONE.fullmatch(given or ""))
+    if marked and _choices(wanted)[0] and not lettered:  # a formula in a box, before the letter
         said = spoken_answer(_without_thoughts(completion))
     else:
         said = [] if marked or given is None else spoken_answer(given)
