@@ -42,8 +42,9 @@ Criteria:
 
 End with one line for each criterion, in their order, as  1: yes  or  1: no"""
 _VERDICT = re.compile(
-    r"(?:^|[,;{])\W*(?:criterion\s+)?(\d+)\W*[:：.)|=–—-]\W*?(?:(yes)\b|no\b|(?:(true|met|ja|是|✅)|(?:false|not met|"
-    r"nein|否|不是|❌))(?=[^\w,;\n]*(?:$|[,;])))(?!\s*(?:and|or|/)\s)", re.IGNORECASE | re.MULTILINE)
+    r"(?:^|[,;{])\W{0,20}(?:criterion\s+)?(\d+)\W*[:：.)|=–—-]\W*?(?:(yes)\b|no\b|(?:(true|met|ja|是|✅)|"
+    r"(?:false|not met|nein|否|不是|❌))(?=[^\w,;\n]*(?:$|[,;])))(?!\s*(?:(?:and|or)\s|/|\|\s*no\b))",
+    re.IGNORECASE | re.MULTILINE)
 """The number of a criterion, and in one of two groups the word that says yes; neither where it says no."""
 _MARKUP = re.compile(r"[*_`#>|]|\\[()\[\]]|\$")
 _BOX = re.compile(r"\\boxed\s*\{([^{}]*)\}|\[\[([^\[\]]*)\]\]")
@@ -54,8 +55,9 @@ _NUMBER = (r"([-+]?(?:\d+(?:[.,]\d+)?|\.\d+))(?:\s*(?:/|out\s+of)\s*(\d+(?:\.\d+
 _SCORE = re.compile(
     r"(?P<line>^\W*)?(?<![A-Za-z])(?:(?:(?:final|overall|total)\s+|最终|总)?(?:score|rating|grade|bewertung|punktzahl|"
     r"puntuación|puntaje|calificación|[评得]分|分数|スコア|点数|점수)[\"']?(?:\s+for\s+[^.:\d\n]{1,40}(?=\sis\b))?"
-    rf"\s*(?:[(\[](?:out of )?[\d\s.–-]+[)\]]\s*)?(?:[:：=]|\bis\b:?|\n|(?=[ \t]+[\d./%]+\s*$))|(?:give|rate|award|"
-    rf"deserves|overall|verdict)\b[^.\d\n]{{0,30}}(?=\d+(?:\.\d+)?\s*(?:/|out of)))\s*[\"'\[(]*{_NUMBER}",
+    rf"\s*(?:[(\[](?:out of )?[\d\s.–-]+[)\]]\s*)?(?:[:：=]|\bis\b:?|\n|(?=[ \t]+[\d./%]+\s*$))|"
+    r"(?:give|rate\s+(?!\d)|award|deserves|overall|verdict)\b[^.\d\n]{0,30}"
+    rf"(?=\d+(?:\.\d+)?\s*(?:/|out of)\s*\d+\b(?!\s+of\b)))\s*[\"'\[(]*{_NUMBER}",
     re.IGNORECASE | re.MULTILINE)
 _ALONE = re.compile(rf"\W*?{_NUMBER}\W*")
 _OBJECT = re.compile(r"(?:\A|```\w*\s)\s*(\[?\s*\{.*\})[\s\]]*(?:```\s*)?\Z", re.DOTALL)

@@ -81,6 +81,7 @@ def test_judge_reads_and_clamps_its_score(server, said, expected):
     ("Score (0-10): 8", 0.8), ("Score [0–10]: 8", 0.8), ("Score (out of 10): 8", 0.8), ("Score is: .5", 0.05),
     ("I'd give this an 8/10.", 0.8), ("Overall: 8/10", 0.8), ("Verdict: I rate it 8 out of 10", 0.8),
     ("My score for this answer is 8.", 0.8),
+    ("The rate 60/3 is wrong.", None), ("Overall, 3/4 of the facts are right.", None), ("Overall: 3/4.", 0.75),
     ("Overall 3 of 8 claims are right", None), ("I cannot give it 8 points", None), ("It gives 2 and 8/10", None),
     ("Score (0-10):", None), ("It may score for 8 reasons", None),
     ("[[3]] or [[8]]", None), ("The answer misuses `<think>` tags. Score: 3", 0.3),
@@ -160,7 +161,8 @@ def test_rubric_weighs_criteria_that_are_met(server):
     ("1: yes, 2: no", 0.75), ('{"1": "no", "2": "yes"}', 0.25), ("1: met\n2: not met", 0.75),
     ("1: true\n2: false", 0.75), ("1: ✅\n2: ❌", 0.75), ("1：是\n2：否", 0.75), ("1: Nein\n2: Ja", 0.25),
     ("1. True claims only\n2: no", None),
-    ("1: yes or no\n2: no", None), ("1: not yes\n2: no", None), ("1: yesterday\n2: no", None),
+    ("1: yes or no\n2: no", None), ("1: yes/no\n2: no", None), ("1: yes | no\n2: no", None),
+    ("1: not yes\n2: no", None), ("1: yesterday\n2: no", None),
     ("1: 是不是\n2: no", None)])
 def test_rubric_reads_verdicts_in_other_words(server, said, expected):
     own = json.dumps([{"criterion": "good", "weight": 3}, {"criterion": "bad"}])
