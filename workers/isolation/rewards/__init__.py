@@ -8,7 +8,7 @@ LONGEST_MARK = 16  # tokens of one that opens thoughts, with line ends behind it
 _OPEN = r"(?:<(?:seed:)?think(?:ing)?>|<(?:thought|reasoning)>|\[THINK\]|<\|channel\|>analysis<\|message\|>)"
 _CLOSE = r"</(?:seed:)?think(?:ing)?>|</(?:thought|reasoning)>|\[/THINK\]|<\|channel\|>final<\|message\|>"
 _ENDS = re.compile(rf"{_OPEN}\s*\Z")
-_NAMED = r"(?:[`'\"](?:{0})[`'\"]|(?<=[a-z] )(?:{0}) (?:tags?|blocks?)\b)".format(f"{_OPEN}|{_CLOSE}")
+_NAMED = r"(?:(?<!\w)[`'\"](?:{0})[`'\"]|(?<=[a-z] )(?:{0}) (?:tags?|blocks?)\b)".format(f"{_OPEN}|{_CLOSE}")
 _MARKS = re.compile(rf"{_NAMED}|({_OPEN})|({_CLOSE})")
 """Marks of thoughts, each in a group, and what only names one, as in "the <think> tag"."""
 

@@ -112,6 +112,7 @@ def test_huge_answers_are_judged_exactly_or_refused_in_bounded_time(left, right,
     ("", "It has <think> tags: \\boxed{5}, as", False),
     ("", "<think>'a' is \\boxed{5}, but", True), ("", "<think> tags are \\boxed{5}", True),
     ("<think>", "the '</think>' is \\boxed{5}", True), ("<think>", "'so it is'</think>It is \\boxed{5}", False),
+    ("<think>", "it is `5`</think>`5`: \\boxed{5}", False), ("", "(\"<think>\") It is \\boxed{5}", False),
     ("[THINK]", "\\boxed{5}", True), ("", "[THINK]a[/THINK]\\boxed{5}", False), ("<seed:think>", "\\boxed{5}", True),
     ("<|start|>assistant", "<|channel|>analysis<|message|>\\boxed{5}", True),
     ("", "<|channel|>analysis<|message|>a<|start|>assistant<|channel|>final<|message|>\\boxed{5}", False)])
