@@ -98,7 +98,8 @@ _MARKUP = tuple((re.compile(pattern), to) for pattern, to in (
     (r"\{,\}", ","),
     (r"\A([^\w.,]*[0-9]{1,3}(?:[ '’_.][0-9]{3})+)(?:,([0-9]{1,2}))?(?![0-9.,/ ]*[0-9/])", _ungrouped),
     (r"(?<=10)[⁰¹²³⁴-⁹⁻]+", lambda found: f"^{{{unicodedata.normalize('NFKC', found[0]).replace('−', '-')}}}"),
-    (r"\\!|\\(?:left|right|displaystyle|textstyle|tiny|small|large|Large|LARGE|huge|Huge|bf)(?![a-z])|\\+\s*\Z", ""),
+    (r"\\!|\\(?:left|right|displaystyle|textstyle|tiny|small|large|Large|LARGE|huge|Huge|bf)(?![a-z])|"
+     r"(?<!\\)\\+\s*\Z", ""),
     (r"(?<=[0-9])(?:\\,|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", ""),
     (r"\\(?:text)?color\s*(?:\[[^\[\]]*\])?\{[^{}]*\}", ""),
     (r"\\(?:text\w*|math\w+|mbox|operatorname|underline|boldsymbol|bm)\s*\{([^{}]*)\}", r" \1 "),

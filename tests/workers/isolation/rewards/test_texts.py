@@ -168,6 +168,12 @@ def test_long_texts_are_read_in_the_rank(text):
             assert _without_a_process(text, answer, strict=strict) in (None, 0.0, 1.0)
 
 
+def test_math_reads_many_backslashes_in_linear_time():
+    start = time.monotonic()
+    assert math("\\" * 400_000 + "x", "B. Monday") == 0.0
+    assert time.monotonic() - start < 20
+
+
 def test_latex_that_no_computer_finishes_is_bounded():
     scorer = Scorer({"math": {"timeout": 15.0, "retries": 0}})  # which loads what it compares by
     start = time.monotonic()
