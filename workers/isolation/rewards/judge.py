@@ -53,7 +53,7 @@ _CELL = re.compile(r"(?<!/)\b(score|rating|grade)[*_]*\s*(?:->|[>|]|[-–—](?=
 _NUMBER = (r"([-+]?(?:\d+(?:[.,]\d+)?|\.\d+))(?:\s*(?:/|out\s+of)\s*(\d+(?:\.\d+)?)|\s*(%))?"
            r"(?![\w/%]|[.,]\d|\s*(?:[-–]|(?:to|or)\s)\s*\d)")
 _SCORE = re.compile(
-    r"(?P<line>^\W*)?(?<![A-Za-z])(?:(?:(?:final|overall|total)\s+|最终|总)?(?:score|rating|grade|bewertung|punktzahl|"
+    r"(?P<line>^[^\w\n]*)?(?<![A-Za-z])(?:(?:(?:final|overall|total)\s+|最终|总)?(?:score|rating|grade|bewertung|punktzahl|"
     r"puntuación|puntaje|calificación|[评得]分|分数|スコア|点数|점수)[\"']?(?:\s+for\s+[^.:\d\n]{1,40}(?=\sis\b))?"
     rf"\s*(?:[(\[](?:out of )?[\d\s.–-]+[)\]]\s*)?(?:[:：=]|\bis\b:?|\n|(?=[ \t]+[\d./%]+\s*$))|"
     r"(?:give|rate\s+(?!\d)|award|deserves|overall|verdict)\b[^.\d\n]{0,30}"

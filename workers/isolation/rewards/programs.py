@@ -31,9 +31,10 @@ _INLINE = re.compile(r"^(.*\S)[ \t]*(```(?:python|py)?[0-9]?[ \t]*)$", re.MULTIL
 _ONE_LINE = re.compile(r"^[ \t]*```(?:python|py)[0-9]?[ \t]+(.*\S)```[ \t]*$", re.MULTILINE | re.IGNORECASE)
 _GLUED = re.compile(r"(?<=[^\s`])```[ \t]*(?:\n|\Z)")
 _CLOSED = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
-_ANSWER = re.compile(r"^[ \t]*(?:<(?P<tag>answer|code|python)>(.*)</(?P=tag)>|"
-                     r"\[(?P<mark>PYTHON|CODE)\](.*)\[/(?P=mark)\]|\[BEGIN\](.*)\[DONE\])\s*\Z",
-                     re.MULTILINE | re.DOTALL)
+_AROUND = [(re.compile(rf"^[ \t]*{re.escape(begin)}", re.MULTILINE), end) for begin, end in (
+    ("<answer>", "</answer>"), ("<code>", "</code>"), ("<python>", "</python>"), ("[PYTHON]", "[/PYTHON]"),
+    ("[CODE]", "[/CODE]"), ("[BEGIN]", "[DONE]"))]
+"""Marks that begin a line before an answer, and those that end the completion behind it."""
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
 _DECIMAL = re.compile(rf"(?=[^.]*\.){_NUMBER.pattern}")
 _MISSING = re.compile(r"^ModuleNotFoundError: No module named '([\w.]{1,100})'", re.MULTILINE)
@@ -186,8 +187,9 @@ def program_of(completion: str) -> str:
     session of the interpreter, is an example."""
     if (answer := behind_thoughts(completion)) is None:
         return ""
-    answer = next(text for text in tagged.group(2, 4, 5) if text is not None) if (
-        tagged := _ANSWER.search(answer)) else answer
+    whole = answer.rstrip()
+    answer = next((whole[begun.end() : -len(end)] for begin, end in _AROUND
+                   if whole.endswith(end) and (begun := begin.search(whole))), answer)
     if (closed := _CLOSED.search(answer)) and any(isinstance(part, _STATEMENTS) for part in _parts(
             answer[: closed.start()])):
         answer = f"```python\n{answer}"  # the prompt has opened the block

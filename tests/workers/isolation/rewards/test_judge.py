@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 
 import pytest
 import yaml
@@ -92,6 +93,12 @@ def test_judge_reads_scores_in_many_spellings(said, expected):
             _read_score(said, 10.0)
     else:
         assert _read_score(said, 10.0) == pytest.approx(expected)
+
+
+def test_judge_reads_many_empty_lines_in_linear_time():
+    began = time.monotonic()
+    assert _read_score("So:" + "\n" * 50_000 + "Score: 8", 10.0) == 0.8
+    assert time.monotonic() - began < 20
 
 
 def test_judge_reads_content_in_parts():

@@ -185,6 +185,12 @@ def test_tests_together_end_before_the_reward_does():
     assert time.monotonic() - began < 15
 
 
+def test_marks_that_are_opened_again_and_again_are_read_in_linear_time():
+    began = time.monotonic()
+    assert program_of("<answer>\n" * 50_000 + "x").endswith("x")
+    assert time.monotonic() - began < 20
+
+
 def test_keys_that_json_has_made_texts_are_numbers_again():
     tests = {"fn_name": "f", "inputs": [[{"1": "x"}]], "outputs": [{"x": 1}]}
     assert code("def f(values): return {values[key]: key for key in (1,)}", json.dumps(tests)) == 1.0
