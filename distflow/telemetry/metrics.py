@@ -171,7 +171,8 @@ _current: ContextVar[Metrics] = ContextVar("metrics")
 
 
 RESERVED = frozenset([
-    "advantages", "all_tokens_per_second_per_device", "checkpoint", "data", "distillation", "dock", "environment",
+    "advantages", "all_tokens_per_second_per_device", "checkpoint", "data", "distillation", "dock", "earned",
+    "environment",
     "epoch", "evaluation", "filter",
     "grad_norm", "gradient", "greedy", "importance", "inference", "learning_rate", "lines", "loss", "memory", "mfu",
     "mismatch",

@@ -91,9 +91,11 @@ def _report_right(columns: dict[str, ColumnData], group: Tensor, rewards: Column
     if isinstance(rewards, Tensor):
         lost_B = ~marked_B & (rewards <= rewards.min())
         current().mean_of("reward/unanswerable", lost_B)
-        for name, of_B in (("right", right_B > 0), ("wrong", marked_B & (right_B == 0))):
-            current().mean_of(f"earned/{name}", rewards.double()[of_B])
-            current().extremes_of(f"earned/{name}", rewards.double()[of_B])
+        right, wrong = rewards.double()[right_B > 0], rewards.double()[marked_B & (right_B == 0)]
+        current().mean_of("earned/right", right)
+        current().extremes_of("earned/right", right)
+        current().mean_of("earned/wrong", wrong)
+        current().extremes_of("earned/wrong", wrong)
     if not marked_B.all():
         return
     if isinstance(rewards, Tensor):
