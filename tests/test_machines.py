@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 from harness import metrics_of
-from ready import load
 
 from benchmarks.cluster import Cluster
 from distflow import launch
@@ -32,8 +31,7 @@ QUICK = ("--set", "robust={machine_silence: 10}", "--set", f"steps={STEPS}", "--
 
 
 @pytest.fixture
-def cluster(workspace, etcd_of, forked):
-    load()
+def cluster(workspace, etcd_of):
     clusters = []
     (workspace / "brevity.py").write_text(STEADY)
 
