@@ -233,7 +233,7 @@ class CsvRecords(TextRecords):
     has no name or two fields the same one."""
 
     def _find(self, data: numpy.ndarray, edges: numpy.ndarray) -> numpy.ndarray:
-        first = bytes(data[: int(edges[min(1, len(edges) - 1)])])
+        first = re.sub(rb'"[^"]*"', b"", bytes(data[: int(edges[min(1, len(edges) - 1)])]))  # without quoted names
         order = "\t,;|" if ".tsv" in self.path.name.lower() else ",;\t|"
         self.form: dict[str, Any] = {"delimiter": next((each for each in order if each.encode() in first), ",")}
         self.form["skipinitialspace"] = f"{self.form['delimiter']} ".encode() in first

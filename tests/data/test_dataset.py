@@ -166,7 +166,8 @@ def test_json_records_name_the_line_of_what_is_none(tmp_path, text, said):
     ("question,answer\n" + "y" * 200_000 + ",1", [{"question": "y" * 200_000, "answer": "1"}]),
     ('question,answer\r1?,2\r"2\r?",3\r', [{"question": "1?", "answer": "2"}, {"question": "2\r?", "answer": "3"}]),
     ("question|answer\n1, 2?|3\n", [{"question": "1, 2?", "answer": "3"}]),
-    ('question, answer\n"1, 2?", "3"\n', [{"question": "1, 2?", "answer": "3"}])])
+    ('question, answer\n"1, 2?", "3"\n', [{"question": "1, 2?", "answer": "3"}]),
+    ('"a, b",c\n x,y\n', [{"a, b": " x", "c": "y"}]), ('"a,b";c\n1;2\n', [{"a,b": "1", "c": "2"}])])
 def test_csv_records_are_read_as_texts(tmp_path, text, records):
     (tmp_path / "all.csv").write_text(text, newline="")
     assert _read_all(tmp_path / "all.csv") == records
