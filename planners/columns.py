@@ -229,7 +229,7 @@ class _Tracer:
         else:
             reader = read.reader or f"function `{function}`"
             what = f"node `{node}`: {reader} reads column `{column}`, which no node writes"
-            known = sorted({*self.writers, *self.given})
+            known = sorted({name.rpartition(".")[2] for name in (*self.writers, *self.given)})  # as parameters say it
             field = next((key for key in ("answer", "question")
                           if read.reader and getattr(self.spec.run.data, key) == column), "")
             meant = f"{field}s" if field else nearest(column, known)

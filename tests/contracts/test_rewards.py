@@ -212,6 +212,7 @@ def test_a_misspelt_parameter_is_mended_where_it_stands(planned, tmp_path, monke
     (mistake,) = caught.value.mistakes
     assert "Did you mean `answer`?" in mistake.hint
     assert "reads: {" not in mistake.hint
+    assert ", cut_thoughts, " in mistake.hint
 
 
 def test_a_column_that_does_not_exist(planned, tmp_path):
