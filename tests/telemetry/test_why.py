@@ -149,7 +149,7 @@ def test_mistakes_are_told(tmp_path, capsys):
 
 
 def test_a_run_that_was_killed_is_told_from_one_that_has_ended(launch, workspace, capsys):
-    launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "whole")
+    launch(2, "--dag", "grpo.yaml", "--name", "whole", "steps=4")
     assert main(["why", str(workspace / "runs/whole")]) == 0
     said = capsys.readouterr().out
     assert "Nothing is wrong with its learning in 4 steps" in said
