@@ -43,10 +43,18 @@ def share() -> None:
 
 
 def fork_process(target: Callable[..., None], *arguments: Any, daemon: bool = False) -> ForkServerProcess:
-    process = FORKED.Process(target=target, args=arguments, daemon=daemon)
+    process = FORKED.Process(target=_with_own_heartbeat, args=(target, *arguments), daemon=daemon)
     _start()
     process.start()
     return process
+
+
+def _with_own_heartbeat(target: Callable[..., None], *arguments: Any) -> None:
+    """The server's is memory that all its forks share: a test would see the progress of others, also of those of other
+    test processes."""
+    if heartbeat := sys.modules.get("distflow.telemetry.heartbeat"):
+        heartbeat.set_current(heartbeat.Heartbeat())
+    target(*arguments)
 
 
 def _start() -> None:

@@ -151,6 +151,7 @@ def _run(rank: int, port: int, call: int, ranks: int, path: str, name: str, argu
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=dist.PrefixStore(f"call{call}", store), rank=rank, world_size=ranks,
                             timeout=datetime.timedelta(seconds=_LIMIT / 2))
+    dist.barrier()  # one that leaves before another has connected to it looks lost
     search_path, modules = sys.path[:], {*sys.modules}
     try:
         return getattr(_module(path), name)(*arguments)

@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
 from harness import ROOT, environment
+from ranks import end_processes, run_ranks
+
+from distflow.telemetry import heartbeat
 
 SHARED = """
 import os, sys
@@ -40,3 +44,14 @@ def test_commands_that_are_forked_have_their_own_heartbeat(tmp_path, ready):
     (tmp_path / "beat.py").write_text(BEAT)
     variables = environment() | {"PYTHONPATH": str(ROOT)}
     assert [ready.run(0, ("beat.py",), tmp_path, variables).stdout for _ in range(2)] == ["1\n"] * 2
+
+
+def _beat_together() -> int:
+    heartbeat.current().tick()
+    dist.barrier()
+    return heartbeat.current().read().progress
+
+
+def test_ranks_that_are_forked_have_their_own_heartbeat():
+    end_processes()
+    assert run_ranks(2, _beat_together) == [1, 1]

@@ -51,7 +51,9 @@ def fork_or_execute(words: list[Any], executables: tuple[bytes, ...], close: boo
     """Stand for `subprocess._fork_exec`."""
     (stdin, _, _, stdout, _, stderr, _, told, _, session, group, *users, umask, prepare, _) = more
     line = command_of([os.fsdecode(word) for word in words])
-    if not line or (group, umask) != (-1, -1) or users != [None, None, None]:
+    main = threading.current_thread() is threading.main_thread()
+    # A fork of another thread frees what Python keeps of the main one: after some tests that ends it by SIGSEGV.
+    if not (line and main) or (group, umask) != (-1, -1) or users != [None, None, None]:
         return _fork_exec(words, executables, close, kept, folder, variables, *more)
     known = {*_files().values()}
     if process := os.fork():

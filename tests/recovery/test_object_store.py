@@ -272,19 +272,19 @@ def test_another_run_of_that_name_is_refused(run, to):
         require_free(run, to)
 
 
-def test_failed_upload_is_said_and_made_up_for(run, s3, monkeypatch):
+def test_failed_upload_is_said_and_made_up_for(run, tmp_path, monkeypatch):
     monkeypatch.setattr(object_store, "_DELAYS", (0.0,))
     events.current().open(run / "events.jsonl", 0)
     checkpoint, said = save(run, 2), io.StringIO()
-    uploads = Uploads(run, "s3://no-such-bucket/distflow")
+    uploads = Uploads(run, to := f"file://{checkpoint}/progress.json")
     with redirect_stderr(said):
         uploads.begin(FIRST)
         assert uploads.over(60.0)
-    assert ("step 2 was not copied to s3://no-such-bucket/distflow/grpo-1: s3://no-such-bucket/distflow/grpo-1: "
-            "FileNotFoundError: The specified bucket does not exist") in said.getvalue()
+    assert f"step 2 was not copied to {to}/grpo-1: {to}/grpo-1/step-00000002." in said.getvalue()
+    assert "NotADirectoryError: [Errno 20] Not a directory" in said.getvalue()
     assert f"distflow resume {run}" in said.getvalue()
     assert find_damage(checkpoint) == ""
-    uploads.url = object_store.url_of(run, to := s3())
+    uploads.url = object_store.url_of(run, to := f"file://{tmp_path}/store")
     uploads.begin(FIRST)
     assert uploads.over(60.0)
     assert steps_in(run, to) == [2]

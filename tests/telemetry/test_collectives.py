@@ -25,12 +25,12 @@ def stand(late: int, other: bool) -> tuple[str, str]:
     while isinstance(underlying, dist.PrefixStore):
         underlying = underlying.underlying_store
     below = client(underlying.port).below("who stands")
-    limit = datetime.timedelta(seconds=20)  # for the groups to connect, too
-    pair = dist.new_group([1, 2], timeout=limit, group_desc="pair")
-    whole = dist.new_group(timeout=limit, group_desc="whole")
+    pair, whole = dist.new_group([1, 2], group_desc="pair"), dist.new_group(group_desc="whole")
     group = whole if other else pair
     for _ in range(3):
         dist.all_reduce(torch.ones(1), group=whole)
+    if other or rank:
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=4), group)
     status = RankStatus(below, rank, 3)
     status.set("computing node `update`", "training")
     with CollectiveMonitor(lambda text: below.put(f"{COLLECTIVES}/{rank}", text), 0, limit=1.0):

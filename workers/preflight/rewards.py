@@ -8,7 +8,7 @@
     spread       a reward that does not say what it asks for does not pay the same for all of these
 
 A fork of this process proves all of it: users' modules are imported there, and the calls are made by a pool of its own,
-with the limits that they have in a run. What is not proved within `_LIMIT` seconds is a doubt.
+with the limits that they have in a run. What is not proved within `_LIMIT` seconds, or `_MATCH_LIMIT`, is a doubt.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ from workers.preflight.proofs import FailedProof, FirstRecords, shortened
 _LIMIT, _CALLS_LIMIT, _CALL_LIMIT, _SCAN = 20.0, 10.0, 3.0, 1.5
 """Seconds for all rewards of a run, for the calls of one of them with the import of its module, for one call of a
 user's own, and for the look of all rewards at references of the whole data."""
+_MATCH_LIMIT = 3.0
+"""Seconds of the processor for all matches of patterns."""
 _FEW, _SEVERAL = 3, 16
 """Records on which a reward is called; several, where the rank computes it itself in microseconds."""
 _BLOCK = 64
@@ -77,10 +79,11 @@ def prove_rewards(spec: Spec, sets: Sequence[FirstRecords]) -> list[FailedProof]
         found = [_read(line) for line in lines if line.endswith("\n")]
     users = [spec.rewards[name] for name in _names(settings) if spec.rewards[name].module not in SHIPPED]
     where = users[0].where if users else settings[0].location(())
-    if status in (None, -signal.SIGKILL):  # which comes from outside, or as memory has run out
-        why = f"within {_LIMIT:g} s: their modules or calls are slow" if status is None else \
-            "since the process that did so was killed"
-        found.append(FailedProof(Diagnostic(f"the rewards were not all tried {why}", where,
+    untried = {None: f"within {_LIMIT:g} s: their modules or calls are slow",
+               -signal.SIGVTALRM: f"as a `pattern` takes longer than {_MATCH_LIMIT:g} s to match an answer",
+               -signal.SIGKILL: "since the process that did so was killed"}  # from outside, or as memory has run out
+    if status in untried:
+        found.append(FailedProof(Diagnostic(f"the rewards were not all tried {untried[status]}", where,
                                             "The run starts without that proof."), is_doubt=True))
     elif status:
         code = f"by signal {-status}" if status < 0 else f"with code {status}"
@@ -104,13 +107,14 @@ def _write(spec: Spec, settings: Sequence[RewardSetting], sets: Sequence[FirstRe
 
 
 def _failed(spec: Spec, settings: Sequence[RewardSetting], sets: Sequence[FirstRecords]) -> Iterator[FailedProof]:
-    """Yield what fails. Forms come last: a match may take longer than there is time."""
+    """Yield what fails. Forms come last: a match may not end, and then SIGVTALRM ends this process."""
     until, called, made = time.monotonic() + _SCAN, set[str](), list[list[_RewardTrial]]()
     for setting in settings:
         for records in (each for each in sets if each.training != (setting.source is spec.run_source)):
             made.append([*_trials(spec, setting, records)])
             for trial in made[-1]:
                 yield from trial.proofs(until, called)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _MATCH_LIMIT)
     for trials in made:
         for trial in trials:
             with contextlib.suppress(RecursionError, OverflowError):  # of an expression that is nested deeply

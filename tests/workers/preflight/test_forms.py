@@ -55,9 +55,12 @@ def test_a_pattern_nested_too_deeply_to_be_read_is_no_refusal(tmp_path, monkeypa
 def test_mistakes_of_rewards_are_told_though_a_match_before_them_does_not_end(tmp_path, monkeypatch):
     """The expression backtracks for longer than there is time, on an answer of many words that it does not match."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("workers.preflight.rewards._LIMIT", 4.0)
+    monkeypatch.setattr("workers.preflight.rewards._MATCH_LIMIT", 0.1)
     records = [{**each, "answer": "so many words that it never ends " * 3 + each["answer"] + "!"} for each in SUMS]
-    task = Task(records, {"format": {"weight": 0.1, "pattern": r"(\w+\s?)*\."}, "stuck:paid": 1.0},
+    pattern = {"format": {"weight": 0.1, "pattern": r"(\w+\s?)*\."}}
+    task = Task(records, {**pattern, "stuck:paid": 1.0},
                 "@reward\ndef paid(completion: str, answer: str):\n    return completion.score\n")
     with pytest.raises(InvalidInput, match="raised AttributeError: 'str' object has no attribute 'score'"):
         proved(task, tmp_path, "stuck")
+    doubts = proved(Task(records, pattern), tmp_path, "alone").doubts
+    assert ["as a `pattern` takes longer than 0.1 s to match an answer" in str(each) for each in doubts] == [True]
