@@ -28,6 +28,7 @@ from distflow.data.problems import (
     mended_record,
     messages_of,
     question_text,
+    template_variables,
     tools_of,
 )
 from distflow.errors import InvalidInput
@@ -55,7 +56,7 @@ class ImageEncoder:
         for record in records:
             images = open_images(record, data.images or "", self.folder)
             messages = _with_image_parts(messages_of(record, data), len(images))
-            prompt = prompt_tokens(tokenizer, messages, tools_of(record, data), **data.chat_template_kwargs)
+            prompt = prompt_tokens(tokenizer, messages, tools_of(record, data), **template_variables(record, data))
             prompts.append(torch.tensor(self._spread(prompt, images, data.max_prompt_tokens)))
             pixels.append(Ragged.from_rows([*map(self.image_processor.pixels, images)]) if images else NO_IMAGE)
         return Ragged.from_rows(prompts), Ragged.from_rows(pixels)
@@ -67,7 +68,7 @@ class ImageEncoder:
         except OversizedImage:
             return True
         messages = _with_image_parts(messages_of(record, data), len(images))
-        text = len(prompt_tokens(tokenizer, messages, tools_of(record, data), **data.chat_template_kwargs))
+        text = len(prompt_tokens(tokenizer, messages, tools_of(record, data), **template_variables(record, data)))
         added = sum(len(span) - 1 for span in self._spans(images))
         return text + added > data.max_prompt_tokens
 
@@ -154,7 +155,7 @@ def _imitated(tokenizer: PreTrainedTokenizerBase, data: Data, record: Record, en
     messages = conversation_of(record, data)
     with _rendering(messages):
         return imitated_tokens(tokenizer, messages, tools_of(record, data), data.targets, ends,
-                               **data.chat_template_kwargs)
+                               **template_variables(record, data))
 
 
 @contextlib.contextmanager
@@ -204,7 +205,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, data: Data, records: list
 def _prompt(tokenizer: PreTrainedTokenizerBase, data: Data, record: Record) -> list[int]:
     messages = messages_of(record, data)
     with _rendering(messages):
-        return prompt_tokens(tokenizer, messages, tools_of(record, data), **data.chat_template_kwargs)
+        return prompt_tokens(tokenizer, messages, tools_of(record, data), **template_variables(record, data))
 
 
 def _too_long(tokenizer: PreTrainedTokenizerBase, data: Data, record: Record) -> bool:

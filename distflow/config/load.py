@@ -271,7 +271,7 @@ def _unset_keys(spec: Spec) -> list[Diagnostic]:
 
 def _records(file: Path | None) -> int | None:
     """Return the number of a file's lines; None of a large one, and of one in another form."""
-    if file is None or file.suffix != ".jsonl" or file.stat().st_size > _COUNTED:
+    if file is None or not file.is_file() or file.suffix != ".jsonl" or file.stat().st_size > _COUNTED:
         return None
     return file.read_bytes().count(b"\n") + 1
 

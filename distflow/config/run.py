@@ -231,8 +231,9 @@ class RoleRun(Document):
 
 
 _TURNS = 100_000  # most prompts in which several training sets have their shares
-_OF_TOKENIZER = ("add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "chat_template",
-                 "padding", "truncation", "max_length", "conversation", "return_tensors", "tokenizer_kwargs")
+NO_VARIABLES = {"tools", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "chat_template",
+                "padding", "truncation", "max_length", "conversation", "return_tensors", "tokenizer_kwargs"}
+"""Arguments of a tokenizer beside the variables of its chat template."""
 
 
 class Data(Document):
@@ -240,8 +241,9 @@ class Data(Document):
     hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet."""
 
     train: dict[str, PositiveFloat] = Field(min_length=1)
-    """The file or folder; or several with weights: with {gsm8k.jsonl: 3, math.jsonl: 1} three of four prompts come from
-    the first. Records get the field `source`, the name of their file, unless they have one."""
+    """The file, folder or files (data/train-*.parquet); or several with weights: with {gsm8k.jsonl: 3, math.jsonl: 1}
+    three of four prompts come from the first. Records get the field `source`, their file's name, unless they have one.
+    """
     batch: PositiveInt = 32
     """Prompts of a step, over all ranks; any number."""
     question: str = "question"
@@ -262,7 +264,7 @@ class Data(Document):
     tools: str | None = None
     """Field with a question's tools for the chat template: a list of JSON schemas, or JSON text of one."""
     chat_template_kwargs: dict[str, bool | int | float | str | list[str]] = {}
-    """Variables of the chat template, such as {enable_thinking: false} or {reasoning_effort: low}."""
+    """Variables of the chat template, such as {enable_thinking: false}. A record's field of this name goes first."""
     columns: Annotated[dict[str, str], BeforeValidator(fields_by_column)] = {}
     """Further fields for nodes, rewards and samples: [difficulty, extra_info.index] (the second is column `index`), or
     renamed: {number: extra_info.index}. Lists and mappings become JSON text."""
@@ -291,7 +293,7 @@ class Data(Document):
         for name in value:
             if name == "tools":
                 raise ValueError(f"`{name}` has a key of its own. Instead:  data: {{{name}: …}}")
-            if name in _OF_TOKENIZER:
+            if name in NO_VARIABLES:
                 raise ValueError(f"`{name}` is no variable of chat templates: it says how to encode. Take it out")
         return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +43,12 @@ def on_hub(name: str, folder: str, beside: Path | None = None) -> HubName | None
 def _find_here(name: str, folder: str, beside: Path | None) -> Path | None:
     given = Path(name).expanduser()
     candidates = [given, *([beside / given] if beside else []), SHIPPED / folder / _below(given, "dags", folder)]
-    return next((path for path in candidates if path.exists()), None)
+    return next((path for path in candidates if path.exists() or (folder == "data" and matching(path))), None)
+
+
+def matching(pattern: Path) -> list[Path]:
+    """Return the files that a path with `*`, `?`, `[…]` or `**` stands for, by their names."""
+    return [file for name in sorted(glob.glob(str(pattern), recursive=True)) if (file := Path(name)).is_file()]
 
 
 def _below(given: Path, *folders: str) -> Path:

@@ -27,12 +27,15 @@ from distflow.data.dataset import (
     read_blocks,
 )
 from distflow.data.duplicates import NEAR, Overlap, find_repeats, overlaps
+from distflow.data.forms import QUESTION
 from distflow.data.problems import (
+    VARIABLES,
     asked_and_answered,
     ends_with_answer,
     has_broken_text,
     has_more_turns,
     holds_answer,
+    template_variables,
 )
 from distflow.data.rendering import check_rendering
 from distflow.errors import Diagnostic, InvalidInput
@@ -154,6 +157,8 @@ def _check_rest(spec: Spec, name: str, records: Records, empty: list[int], inste
             f"{records.location(empty[0])}: {instead}"]
 
 
+_RENDERING = ("converse", "run_agent", "ask")
+"""Functions that render more than the question of a record."""
 _PICTURE = re.compile(r"<image>|<video>|<\|(?:image_pad|video_pad|image|vision_start)\|>|<(?:start|end)_of_image>")
 """What templates and data sets write in the place of an image."""
 
@@ -162,12 +167,14 @@ def _odd_texts(spec: Spec, name: str, records: Records) -> Iterator[str]:
     """Yield notes on records that are read otherwise than they are written, of the first ones. Raises InvalidInput: the
     answer that is imitated would continue that of the messages."""
     data, read, broken, continued = spec.run.data, min(len(records), _COMPARED), list[int](), list[int]()
-    pictured = list[int]()
+    pictured, messages, own, form = list[int](), list[int](), list[int](), form_in_use(records)
     imitates, rejected = data.answer in imitated_fields(spec), list[int]()
     for index, record in itertools.islice(read_blocks(records), read):
         broken += [index] * has_broken_text(record)
         label = str(record.get("label")).lower() if imitates and "completion" in record else ""
         rejected += [index] * (label in ("false", "0"))
+        own += [index] * (template_variables(record, data) != data.chat_template_kwargs)
+        messages += [index] * (form is None and data.question == QUESTION and isinstance(record.get("prompt"), list))
         if data.question in record:
             asked, answer = asked_and_answered(record, data)
             pictured += [index] * (data.images is None and _PICTURE.search(str(asked)) is not None)
@@ -176,6 +183,15 @@ def _odd_texts(spec: Spec, name: str, records: Records) -> Iterator[str]:
         yield f"{len(rejected)} of {read} records of {name} have `label: false`, such as " \
               f"{records.location(rejected[0])}, and are imitated as the others are. Leave them out " \
               "of the file."
+    later = next((node for node, each in spec.dag.nodes.items() if each.function in _RENDERING), None)
+    if own and later:
+        raise InvalidInput(Diagnostic(f"the record has `{VARIABLES}` of its own, and node `{later}` renders further "
+                                      "turns by those of the run file", records.location(own[0]),
+                                      f"Take them out, and write for all:  data: {{{VARIABLES}: …}}"))
+    if messages:
+        yield f"{len(messages)} of {read} records of {name} have messages in `prompt`, such as " \
+              f"{records.location(messages[0])}, which are not asked: `{QUESTION}` is. To ask them:  " \
+              "--set data.question=prompt"
     if pictured:
         yield f"{len(pictured)} of {read} questions of {name} have places of images, such as " \
               f"{records.location(pictured[0])}, and are read as text. Say which field has the images:  " \
@@ -183,7 +199,6 @@ def _odd_texts(spec: Spec, name: str, records: Records) -> Iterator[str]:
     if broken:
         yield f"{len(broken)} of {read} records of {name} have half of a surrogate pair in a text, such as " \
               f"{records.location(broken[0])}: it becomes U+FFFD, and `data/texts_mended` counts such records"
-    form = form_in_use(records)
     asked = form.question if form else data.question
     if continued and holds_answer(asked) and imitates:
         what = f"the messages of `{asked}` end with an answer, which `{data.answer}` would continue"

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from distflow.config.shipped import matching
 from distflow.config.spec import Spec
 from distflow.data.checks import open_validation_sets
 from distflow.data.dataset import Records
@@ -47,7 +48,7 @@ def changes(before: Mapping[str, list], now: Mapping[str, list]) -> Iterator[tup
 def _digest(spec: Spec, name: str) -> str:
     path = spec.data_path(name) or Path(name)
     state = hashlib.blake2b(digest_size=8)
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path] if path.exists() else matching(path):
         if file.is_file():
             _add_file(state, file)
     return state.hexdigest()

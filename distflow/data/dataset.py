@@ -5,6 +5,7 @@ Opening reads an index only; a record is read when it is asked for. Images are f
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import io
 import itertools
@@ -19,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 from PIL import Image, UnidentifiedImageError
 
 from distflow.config.run import Data
+from distflow.config.shipped import matching
 from distflow.data.forms import Form, as_conversation, columns_of, field_names, form_of, reader_of
 from distflow.data.parquet import Parquet, read_as_written, readings
 from distflow.data.problems import (
@@ -135,6 +137,8 @@ def _open_file(path: Path) -> Records:
     kinds = {**dict.fromkeys((".jsonl", ".ndjson", ".json"), JsonRecords), ".csv": CsvRecords, ".tsv": CsvRecords,
              ".parquet": Parquet}
     kind: type[Records] | None = SavedFolder if path.is_dir() else kinds.get(without_packing(path).suffix.lower())
+    if not path.exists() and matching(path):
+        kind = JoinedRecords
     try:
         if kind:
             return kind(path)  # type: ignore[call-arg]
@@ -153,8 +157,9 @@ class NamedRecords:
 
     def __init__(self, records: Records, data: Data):
         self.records, self.location, self.data, self.read = records, records.location, data, reader_of(data)
-        if isinstance(records, Parquet):
-            records.read_only(columns_of(data, records.names))
+        for part in records.parts if isinstance(records, JoinedRecords) else [records]:
+            if isinstance(part, Parquet):
+                part.read_only(columns_of(data, part.names))
 
     def __len__(self) -> int:
         return len(self.records)
@@ -196,6 +201,30 @@ def form_in_use(records: Records) -> Form | None:
             return None
         records = records.records
     return form_of(records.records.get([0])[0], records.data)
+
+
+class JoinedRecords:
+    """Records of the files that a pattern finds, one file behind the other, by their names."""
+
+    def __init__(self, pattern: Path):
+        self.parts = [*map(_open_file, matching(pattern))]
+        self.ends = [*itertools.accumulate(map(len, self.parts))]
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def get(self, indices: Sequence[int]) -> list[Record]:
+        places = itertools.groupby(map(self._place, indices), lambda place: place[0])
+        return [record for part, group in places for record in self.parts[part].get([at for _, at in group])]
+
+    def location(self, index: int) -> Location:
+        part, at = self._place(index)
+        return self.parts[part].location(at)
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Return which part has a record, and the record's index there."""
+        part = bisect.bisect_right(self.ends, index)
+        return part, index - (self.ends[part - 1] if part else 0)
 
 
 class LabelledRecords:
@@ -329,12 +358,13 @@ def _unwrapped(records: Records, record: Record) -> str:
     held = next((name for name, value in record.items() if isinstance(value, list) and value
                  and isinstance(value[0], dict) and not _ROLE & value[0].keys()
                  and not is_conversation(as_conversation(value))), "")
-    if len(records) > 1 or not path.is_file() or not (held or _is_of_columns(record)):
+    split = {"columns", "data"} <= record.keys() <= {"columns", "data", "index"}
+    if len(records) > 1 or not path.is_file() or not (held or split or _is_of_columns(record)):
         return ""
     if program := packed_by(path):
         packed, bare = (shlex.quote(str(each)) for each in (path, without_packing(path, "-unpacked")))
         return f"It holds its records in one. Unpack it:  {program} -dc {packed} > {bare}"
-    rows = f"d[{held!r}]" if held else \
+    rows = f"d[{held!r}]" if held else "[dict(zip(d['columns'], row)) for row in d['data']]" if split else \
         "[dict(zip(d, row)) for row in zip(*([*c.values()] if isinstance(c, dict) else c for c in d.values()))]"
     other = path.with_name(f"{path.stem}-{held or 'rows'}.json")
     program = f"import json; d = json.load(open({str(path)!r}, encoding='utf-8')); json.dump({rows}, open(" \
@@ -420,8 +450,10 @@ class SavedFolder:
             loaded: Any = datasets.load_from_disk(str(path))
         except (FileNotFoundError, ValueError) as error:
             kinds = [f"{depth}.{kind}" for depth in ("*", "*/*") for kind in ("parquet", "jsonl")]
-            file = min(itertools.chain.from_iterable(map(path.glob, kinds)), default=None)
-            hint = f"Name its files, each with a weight:  data: {{train: {{{file}: 1, …}}}}" if file else ""
+            file = min(itertools.chain.from_iterable(map(path.glob, kinds)), default=None,
+                       key=lambda file: ("train" not in file.name, file))
+            hint = f"Name its files, such as  data: {{train: {file.parent}/{file.stem.partition('-')[0]}*" \
+                   f"{file.suffix}}}" if file else ""
             raise InvalidInput(Diagnostic(f"not a folder that `datasets` saved: {error}", Location(str(path)),
                                           hint)) from None
         one = isinstance(loaded, dict) and len(loaded) == 1

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.config.run import Data
-from distflow.data.problems import LEARNED, answer_text, content_text, holds_answer, is_conversation
+from distflow.config.run import NO_VARIABLES, Data
+from distflow.data.problems import LEARNED, VARIABLES, answer_text, content_text, holds_answer, is_conversation
 from distflow.errors import Diagnostic, InvalidInput, abbreviated
 
 Record = dict[str, Any]
@@ -81,8 +81,8 @@ def form_of(record: Mapping[str, Any], data: Data) -> Form | None:
     if named := next((form for form in FORMS if form.input and form.question == data.question and _has(record, form)),
                      None):
         return named
-    if data.question != QUESTION or QUESTION in record:
-        return None
+    if data.question != QUESTION or (QUESTION in record and (ANSWER in record or not _has(record, FORMS[0]))):
+        return None  # verl asks `prompt`, also beside a `question` that it was made of
     return next((form for form in FORMS if _has(record, form) and (
         form.question != form.answer or is_conversation(as_messages(_walk(record, form.question))))), None)
 
@@ -96,6 +96,8 @@ def reader_of(data: Data) -> Callable[[Record], Record]:
     def read(record: Record) -> Record:
         result = {**record, **{name: value for name, field in moved.items()
                                if (value := _walk(record, field)) is not _ABSENT}}
+        if VARIABLES in record:
+            result[VARIABLES] = _variables(record[VARIABLES])
         if form := form_of(record, data):
             result[data.question] = _question(record, form)
             if form.answer and data.answer == ANSWER and ANSWER not in record:
@@ -114,6 +116,16 @@ def reader_of(data: Data) -> Callable[[Record], Record]:
         return result
 
     return read
+
+
+def _variables(value: Any) -> dict[str, Any]:
+    """Return a record's own variables of the chat template, which may be JSON text. Raises InvalidInput: it has others.
+    """
+    found = _parsed(value) if isinstance(value, str) and value.strip() else value or {}
+    if not isinstance(found, dict) or found.keys() & NO_VARIABLES:
+        raise InvalidInput(Diagnostic(f'field `{VARIABLES}` must have variables of the chat template, such as '
+                                      f'{{"enable_thinking": false}}, not {abbreviated(value)}'))
+    return {name: each for name, each in found.items() if each is not None}
 
 
 def _with_mask(value: Any, record: Record) -> Any:
@@ -312,7 +324,8 @@ def columns_of(data: Data, names: list[str]) -> list[str] | None:
         return None
     fields += [data.question, data.answer, *filter(None, (data.tools, data.images))]
     fields += [field for form in forms for field in form.fields] + ["history"] * bool(forms)
-    fields += ["loss_mask", "tools", "label", *SCORES, *OF_QUESTIONS]  # of the most part, notes speak
+    fields += ["loss_mask", VARIABLES]
+    fields += ["prompt", "tools", "label", *SCORES, *OF_QUESTIONS]  # of which notes speak
     return [name for name in names if name in {*map(_column_of(names), fields)}]
 
 

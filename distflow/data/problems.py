@@ -21,6 +21,8 @@ LEARNED = ("weight", "loss", "loss_mask", "step_loss_mask", "train", "trainable"
 """Names under which a message of the assistant says whether it is learned, as `weight: 0` or `loss: false`."""
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names under which messages have their reasoning: each chat template knows one."""
+VARIABLES = "chat_template_kwargs"
+"""Field with a record's own variables of the chat template."""
 NAME_IMAGES = "Say which field has them:  --set data.images=FIELD"
 CONVERSATION = "a conversation: a list of messages that ends with an answer of the assistant"
 _MESSAGES = 'a list of messages as {"role": "assistant", "content": …}'
@@ -116,6 +118,11 @@ def differs_from_question(value: Any, asked: Any) -> bool:
     return value[:-1] != asked and (not ends_with_answer(asked) or value[:-1] != asked[:-1])
 
 
+def template_variables(record: Record, data: Data) -> dict[str, Any]:
+    """Return the variables of the chat template for a record: the run file's, and its own before these."""
+    return {**data.chat_template_kwargs, **record.get(VARIABLES, {})}
+
+
 def tools_of(record: Record, data: Data) -> list[dict[str, Any]] | None:
     """Return the tools that a record names, or None; JSON text, as Parquet files often have it, is parsed."""
     return _tools(record.get(data.tools)) or None if data.tools else None
@@ -125,7 +132,14 @@ def _tools(value: Any) -> Any:
     """Return the tools of a field, each of which, or all, may be JSON text; one alone is a list of one."""
     found = json.loads(value or "null") if isinstance(value, str) else _without_nulls(value)
     found = [found] if isinstance(found, dict) and {"function", "name"} & found.keys() else found
-    return [json.loads(tool) if isinstance(tool, str) else tool for tool in found] if isinstance(found, list) else found
+    return [*map(_tool, found)] if isinstance(found, list) else found
+
+
+def _tool(tool: Any) -> Any:
+    """Return a tool as chat templates know it; OpenAI's Responses have its name beside its `type`."""
+    tool = json.loads(tool) if isinstance(tool, str) else tool
+    flat = isinstance(tool, dict) and tool.get("type") == "function" and "name" in tool and "function" not in tool
+    return {"type": "function", "function": {key: tool[key] for key in tool if key != "type"}} if flat else tool
 
 
 def question_text(asked: str | list[Message]) -> str:

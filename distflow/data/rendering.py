@@ -17,7 +17,7 @@ import psutil
 from distflow.config.spec import Spec
 from distflow.config.templates import encoding_roles, template_of
 from distflow.data.dataset import Records, RequiredFields
-from distflow.data.problems import messages_of, tools_of
+from distflow.data.problems import messages_of, template_variables, tools_of
 from distflow.errors import Diagnostic, InvalidInput, Location
 from distflow.telemetry.processes import spawn
 
@@ -27,8 +27,8 @@ _SECONDS, _MIB = 3, 512
 """Processor time and memory that a template may take for a record."""
 _STOPPED = 2
 """Exit status where a template refuses a record, or fills the memory."""
-_Asked = tuple[int, list[dict[str, Any]], Any]
-"""A record's number, messages and tools."""
+_Asked = tuple[int, list[dict[str, Any]], dict[str, Any]]
+"""A record's number, its messages, and the variables of the template, `tools` among them."""
 
 
 class _RefusedRecord(NamedTuple):
@@ -47,7 +47,9 @@ def check_rendering(spec: Spec, records: Records, fields: RequiredFields) -> Non
     first = {row: record for row, record in zip(rows, records.get(rows))
              if not (fields.missing(record) or fields.empty(record))}
     asked = {row: messages_of(record, data) for row, record in first.items()}
-    refusal = _first_refusal(spec, [(row, asked[row], tools_of(first[row], data)) for row in asked])
+    variables = {row: {"tools": tools_of(record, data), **template_variables(record, data)}
+                 for row, record in first.items()}
+    refusal = _first_refusal(spec, [(row, asked[row], variables[row]) for row in asked])
     if refusal is None:
         return
     where, template = records.location(refusal.record), f"the chat template of role `{refusal.role}`"
@@ -68,12 +70,12 @@ def _first_refusal(spec: Spec, asked: Sequence[_Asked]) -> _RefusedRecord | None
     """Return the first of some records that a chat template refuses, or does not render within its bounds."""
     for role in encoding_roles(spec):
         text, file = template_of(spec, role)
-        if text and file and asked and (found := _tried(text, asked, spec.run.data.chat_template_kwargs)):
+        if text and file and asked and (found := _tried(text, asked)):
             return _RefusedRecord(found[0], role, found[1], file)
     return None
 
 
-def _tried(template: str, asked: Sequence[_Asked], options: dict[str, Any]) -> tuple[int, str] | None:
+def _tried(template: str, asked: Sequence[_Asked]) -> tuple[int, str] | None:
     """Return the first refused record with the reason, by a process of its own, which the kernel ends."""
     readable, writable = os.pipe()
 
@@ -82,11 +84,11 @@ def _tried(template: str, asked: Sequence[_Asked], options: dict[str, Any]) -> t
         with os.fdopen(writable, "w", encoding="utf-8", errors="replace") as said:
             try:
                 _limit(resource.RLIMIT_CPU, _seconds_from_now())
-                refused = _renderer(template, options)
-                for record, messages, tools in asked:
+                refused = _renderer(template)
+                for record, messages, variables in asked:
                     print(record, file=said, flush=True)
                     _limit(resource.RLIMIT_CPU, _seconds_from_now())
-                    if reason := refused(messages, tools):
+                    if reason := refused(messages, variables):
                         print(" ".join(reason.split()), end="", file=said)
                         return _STOPPED
             except MemoryError:
@@ -111,7 +113,7 @@ def _seconds_from_now() -> int:
     return math.ceil(used.ru_utime + used.ru_stime) + _SECONDS
 
 
-def _renderer(template: str, options: dict[str, Any]) -> Callable[[list[dict[str, Any]], Any], str]:
+def _renderer(template: str) -> Callable[[list[dict[str, Any]], dict[str, Any]], str]:
     """Return a function that says why a template refuses messages, "" if it does not. transformers renders by the same
     environment; what fails in another way than by `raise_exception` is left to it."""
     from jinja2 import TemplateError
@@ -142,13 +144,13 @@ def _renderer(template: str, options: dict[str, Any]) -> Callable[[list[dict[str
     except (TemplateError, RecursionError):
         return lambda *_: ""
 
-    def reason_of(messages: list[dict[str, Any]], tools: Any) -> str:
+    def reason_of(messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         refused.clear()
         prompts = messages[-1]["role"] != "assistant"
         with contextlib.suppress(TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
                                  RecursionError):
-            compiled.render(messages=messages, tools=tools, add_generation_prompt=prompts, bos_token="", eos_token="",
-                            **options)
+            compiled.render(messages=messages, add_generation_prompt=prompts, bos_token="", eos_token="",
+                            **variables)
         return refused[0] if refused else ""
 
     return reason_of

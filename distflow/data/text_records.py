@@ -31,6 +31,8 @@ from distflow.errors import Diagnostic, InvalidInput, Location
 _SCANNED = 2**26  # bytes in which line ends are looked for at a time
 _BLANK = 64
 """A line longer than this counts as a record without a look whether it is blank."""
+_COMMENT = b"#/"
+"""Letters that begin a line which is no record."""
 _BETWEEN = re.compile(r"[\s,\[\]]*")
 
 
@@ -146,7 +148,7 @@ class JsonRecords(TextRecords):
         kept = numpy.diff(edges) > _BLANK
         for line in numpy.flatnonzero(~kept):
             kept[line] = bool(bytes(data[edges[line] : edges[line + 1]]).strip())
-        lines = numpy.flatnonzero(kept)
+        lines = numpy.flatnonzero(kept & ~numpy.isin(data[edges[:-1]], [*_COMMENT]))
         spans = numpy.stack([lines + 1, edges[lines], edges[lines + 1]], 1).astype(numpy.int64)
         if not len(spans):
             return spans
@@ -167,8 +169,8 @@ class JsonRecords(TextRecords):
         while True:
             begin = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
             between, whole = "".join(text[at:begin].split()), begin == len(text)
-            expected = "" if not listed else "[" * (not spans) + "]" if whole else "," if spans else "["
-            if between != expected or not (whole or text[begin] == "{"):
+            between = between.removeprefix("," * bool(spans))
+            if between != listed * ("[" * (not spans) + "]" * whole) or not (whole or text[begin] == "{"):
                 raise self._malformed(text, begin, "there must be JSON objects alone in it, as {\"question\": …}")
             if whole:
                 break
@@ -193,7 +195,7 @@ class JsonRecords(TextRecords):
     def _read(self, index: int) -> Record:
         text = self._decoded(index)
         try:
-            record = json.loads(text, object_pairs_hook=_object)
+            record = json.loads(text.rstrip().removesuffix(","), object_pairs_hook=_object)
         except json.JSONDecodeError as error:
             raise InvalidInput(Diagnostic(f"not valid JSON: {error.msg}", self._at(index, text, error.pos, 1),
                                           self._why_malformed(index, error))) from None

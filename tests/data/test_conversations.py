@@ -151,6 +151,25 @@ def test_places_of_images_without_a_field_of_images_are_noted(tmp_path, text, no
     assert any("1 of 1 questions of" in note and "--set data.images=FIELD" in note for note in notes) == noted
 
 
+@pytest.mark.parametrize(("prompt", "noted"), [([{"role": "user", "content": "1 + 1?"}], True), ("a name", False)])
+@pytest.mark.parametrize("settings", [[], ["data.question=prompt"]])
+def test_messages_beside_the_question_that_is_asked_are_noted(tmp_path, prompt, noted, settings):
+    """As a data set has them once it was mapped for TRL: it trains on `prompt`."""
+    (tmp_path / "data.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "2", "prompt": prompt}))
+    settings = [f"data.train={tmp_path / 'data.jsonl'}", "data.batch=1", "validation=null", *settings]
+    notes = check_data(load("grpo", None, settings))
+    assert any("--set data.question=prompt" in note for note in notes) == (noted and len(settings) == 3)
+
+
+def test_variables_of_a_record_are_refused_where_further_turns_are_rendered(tmp_path):
+    row = {"question": "1 + 1?", "answer": "2", "chat_template_kwargs": {"enable_thinking": False}}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row))
+    settings = [f"data.train={tmp_path / 'data.jsonl'}", "data.batch=1"]
+    check_data(load("grpo", None, settings))
+    with pytest.raises(InvalidInput, match="`chat_template_kwargs` of its own, and node `rollout` renders"):
+        check_data(load("grpo_tools", None, settings))
+
+
 @pytest.mark.parametrize(("record", "settings", "says"), [
     ({"chosen": [*ASKED, CALLED], "rejected": TURNS}, {"columns": ["chosen", "rejected"]},
      "field `chosen` must be an answer without calls of tools"),

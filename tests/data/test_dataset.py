@@ -20,6 +20,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from distflow.config.load import load
 from distflow.config.run import Data
 from distflow.data import text_records
 from distflow.data.dataset import RequiredFields, check_records, open_records, open_training_sets
@@ -128,6 +129,9 @@ Q, A = {"question": "1 + 1?", "answer": "2"}, {"question": "{[\"", "answer": {"o
     (json.dumps(A, indent=2) + "\n" + json.dumps(Q, indent=2), [A, Q]),
     ('{"n": [\n{"m": 1},\n{"m": 2}]}\n', [{"n": [{"m": 1}, {"m": 2}]}]),
     ('{"n": 1,\n"m": 2}\n{"n": 3}', [{"n": 1, "m": 2}, {"n": 3}]),
+    ('[{"n": 1},]', [{"n": 1}]), ('[{"n": 1}\n{"n": 2}\n]', [{"n": 1}, {"n": 2}]),
+    ('{"n": 1},\n{"n": 2},\n', [{"n": 1}, {"n": 2}]), ('{"n": 1},\n{"n": 2}\n', [{"n": 1}, {"n": 2}]),
+    ('// mine\n# ours\n{"n": 1}\n//\n{"n": "//"}', [{"n": 1}, {"n": "//"}]), ('# mine\n[{"n": 1}]', [{"n": 1}]),
     ('{"n": 1}\r{"n": 2}\r', [{"n": 1}, {"n": 2}]), ("[]", []), ("[\n]\n", []), ('[{}, {"n": 1}]', [{}, {"n": 1}]),
     (json.dumps([{"n": "\\\\"}, {"n": '\\"'}, {"n": "é\u2028"}], ensure_ascii=False),
      [{"n": "\\\\"}, {"n": '\\"'}, {"n": "é\u2028"}])])
@@ -139,8 +143,8 @@ def test_json_records_in_one_list_or_over_several_lines_are_read(tmp_path, text,
 
 @pytest.mark.parametrize(("text", "said"), [
     ('[{"n": 1}, 2, {"n": 3}]', "all.json:1: there must be JSON objects alone in it"),
-    ('[{"n": 1}\n{"n": 3}]', "all.json:2: there must be JSON objects alone in it"),
-    ('[{"n": 1},]', "there must be JSON objects alone in it"),
+    ('[,{"n": 1}]', "all.json:1: there must be JSON objects alone in it"),
+    ('[{"n": 1},,{"n": 3}]', "there must be JSON objects alone in it"),
     ('["a", "b"]', "there must be JSON objects alone in it"), ("[1, 2]", "there must be JSON objects alone in it"),
     ('[{"n": 1}] {"n": 2}', "there must be JSON objects alone in it"),
     ('{\n"n": 1}\nx', "all.json:3: there must be JSON objects alone in it"),
@@ -212,7 +216,9 @@ def test_a_file_that_datasets_caches_is_converted_by_the_command_that_is_named(t
 @pytest.mark.parametrize(("whole", "said"), [
     ({"version": 1, "data": [Q, Q]}, "the records in `data`"),
     ({"question": ["1 + 1?"] * 2, "answer": ["2"] * 2}, "its columns as records"),
-    ({"question": {"0": "1 + 1?", "3": "1 + 1?"}, "answer": {"0": "2", "3": "2"}}, "its columns as records")])
+    ({"question": {"0": "1 + 1?", "3": "1 + 1?"}, "answer": {"0": "2", "3": "2"}}, "its columns as records"),
+    ({"columns": ["question", "answer"], "index": [0, 1], "data": [["1 + 1?", "2"]] * 2}, "its columns as records"),
+    ({"columns": ["answer", "question"], "data": [["2", "1 + 1?"]] * 2}, "its columns as records")])
 def test_records_within_one_are_taken_by_the_command_that_is_named(tmp_path, whole, said):
     """As pandas writes a table by `to_json`: the line to take `question.0` would have taken one record of it."""
     (tmp_path / "all.json").write_text(json.dumps(whole, indent=2))
@@ -272,9 +278,30 @@ def test_a_folder_of_files_gets_the_line_that_names_them(tmp_path):
     parquet.write_table(pyarrow.Table.from_pylist([Q]), file)
     with pytest.raises(InvalidInput) as caught:
         open_records(tmp_path)
-    assert f"data: {{train: {{{file}: 1, …}}}}" in str(caught.value)
+    assert f"data: {{train: {file.parent}/train*.parquet}}" in str(caught.value)
     with pytest.raises(ValueError, match="Instead:  train: {a.jsonl: 1, b.jsonl: 1}"):
         Data(train=["a.jsonl", "b.jsonl"])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("pattern", "read"), [("train-*.parquet", [Q, A, Q]), ("**/part[0-9].jsonl.gz", [A, Q])])
+def test_files_of_one_pattern_are_one_set(tmp_path, pattern, read):
+    """As shards are named on the hub; the files are read in the order of their names, a table's needed columns alone.
+    """
+    (tmp_path / "deep").mkdir()
+    for number, rows in enumerate(([Q, A], [Q])):
+        text = [{**row, "answer": json.dumps(row["answer"]), "wide": "x"} for row in rows]
+        parquet.write_table(pyarrow.Table.from_pylist(text), tmp_path / f"train-0000{number}-of-2.parquet")
+    for number, row in ((2, Q), (1, A)):
+        (tmp_path / f"deep/part{number}.jsonl.gz").write_bytes(gzip.compress(json.dumps(row).encode()))
+    spec = load("grpo", None, [f"data.train={tmp_path / pattern}"])
+    (records,) = open_training_sets(spec.run.data, spec.data_path).values()
+    assert [record["question"] for record in records.get([*range(len(read))][::-1])] == [row["question"] for row in
+                                                                                        read[::-1]]
+    assert not any("wide" in record for record in records.get([0, 1]))
+    assert len(records) == len(read)
+    assert str(records.location(len(read) - 1)).startswith(str(max(tmp_path.glob(pattern))))
+    with pytest.raises(InvalidInput, match="there is no data `none-[*].jsonl`"):
+        load("grpo", None, ["data.train=none-*.jsonl"])
 
 
 def test_a_folder_with_one_split_is_read(tmp_path):

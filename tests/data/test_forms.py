@@ -55,6 +55,9 @@ READ = {  # form → record, settings, question as messages, answer, columns
              {"columns": ["data_source", "extra_info.index"]}, ASKED, "2", {"data_source": "sums", "index": "7"}),
     "verl, named": ({"prompt": ASKED, "reward_model": {"ground_truth": "2"}},
                     {"question": "prompt", "answer": "reward_model.ground_truth"}, ASKED, "2", {}),
+    "verl, beside the question that it was made of": (  # Search-R1: instructions and tools stand in `prompt`
+        {"question": "1 + 1", "golden_answers": ["2"], "prompt": ASKED, "reward_model": {"ground_truth": "2"}}, {},
+        ASKED, "2", {}),
     "TRL, prompts": ({"prompt": ASKED}, {}, ASKED, None, {}),
     "TRL, prompts as text": ({"prompt": "1 + 1?"}, {}, ASKED, None, {}),
     "TRL, prompt and answer": ({"prompt": "1 + 1?", "answer": "2"}, {}, ASKED, "2", {}),

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from distflow.config.load import load
 from distflow.config.run import Data
-from distflow.data.dataset import open_images
+from distflow.data.dataset import open_images, open_records
 from distflow.errors import InvalidInput
 from distflow.telemetry.metrics import Metrics, recording
 from planners import plan as make_plan
@@ -132,6 +132,31 @@ def test_all_answers_of_a_conversation_are_imitated():
     tokenizer, columns = encoded({"messages": TALK}, question="messages", targets="all")
     assert tokenizer.decode(columns["targets"]) == "two<eos><|user|>of<|assistant|>them<eos>"
     assert tokenizer.decode(columns["targets"][columns["target_mask"]]) == "two<eos>them<eos>"
+
+
+THINKING = "{% for message in messages %}{{ message['content'] }}{% endfor %}{{ '|' if thinks else '-' }}" \
+           "{{ effort or '' }}"
+
+
+@pytest.mark.parametrize(("own", "prompt"), [
+    ({}, "one|"), ({"thinks": False}, "one-"), ('{"thinks": false, "effort": "low"}', "one-low"),
+    ({"thinks": None, "effort": "low"}, "one|low"), ("", "one|"), (None, "one|")])
+def test_a_records_own_variables_reach_the_template(own, prompt, tmp_path):
+    """trl#6315, NeMo-Gym#672: they were ignored, so that all records were asked alike."""
+    tokenizer = build_tokenizer(["one two low | -"])
+    tokenizer.chat_template = THINKING
+    (tmp_path / "a.jsonl").write_text(json.dumps({"question": "one", "answer": "two", "chat_template_kwargs": own}))
+    data = Data(train="x", chat_template_kwargs={"thinks": True})
+    records = open_records(tmp_path / "a.jsonl", data).get([0])
+    columns = encoder(tokenizer, data)(records)
+    assert tokenizer.decode(columns["prompts"].rows[0]) == prompt
+
+
+@pytest.mark.parametrize("own", ["{", ["thinks"], {"tools": []}, {"chat_template": "x"}])
+def test_variables_that_are_none_are_refused(own, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"question": "one", "answer": "two", "chat_template_kwargs": own}))
+    with pytest.raises(InvalidInput, match="a.jsonl:1: field `chat_template_kwargs` must have variables"):
+        open_records(tmp_path / "a.jsonl", Data(train="x")).get([0])
 
 
 def test_a_text_that_is_none_is_mended_and_counted():

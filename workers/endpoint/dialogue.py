@@ -106,7 +106,7 @@ class Dialogue:
         messages = request.messages
         if messages[-1].role == "assistant":
             raise RequestRefused("the last message is the assistant's: a turn is sampled whole, and not continued")
-        between = self.between.with_options(**request.chat_template_kwargs.model_dump(exclude_none=True))
+        between = self.between.with_options(**request.variables)
         if not self.turns:
             try:
                 tokens = prompt_tokens(self.tokenizer, [each.for_template() for each in messages], request.tools,
@@ -120,7 +120,7 @@ class Dialogue:
             raise RequestRefused("the row began with /v1/completions, and is one trajectory: go on there",
                                  "not_extended")
         new = self._following(messages)
-        if request.tools != self.tools:
+        if (request.tools or []) != (self.tools or []):
             raise RequestRefused("other `tools` than in the row's first request, of which the prompt was made",
                                  "not_extended")
         try:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, ValidationError, field_validator
 
+from distflow.config.run import NO_VARIABLES
 from distflow.data.problems import mended_record, parsed_arguments, with_parsed_arguments
 from distflow.errors import DistflowError
 from distflow.telemetry.run_folder import finite
@@ -25,8 +26,11 @@ _FUNCTION = re.compile(r"<function=([^<>\s]+)>(.*)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>", re.DOTALL)
 _ONLY: dict[str, tuple[Any, ...]] = {
     "n": (None, 1), "best_of": (None, 1), "top_logprobs": (None, 0), "tool_choice": (None, "auto", "none"),
-    "response_format": (None, {"type": "text"}), "logit_bias": (None, {}), "functions": (None,), "echo": (None, False),
-    "suffix": (None, "")}
+    "response_format": (None, {"type": "text"}), "logit_bias": (None, {}), "echo": (None, False), "suffix": (None, ""),
+    "ignore_eos": (None, False), "min_tokens": (None, 0), "continue_final_message": (None, False),
+    "add_generation_prompt": (None, True), "stop_token_ids": (None, []), "documents": (None, []),
+    **dict.fromkeys(("functions", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+                     "guided_grammar", "chat_template", "prompt_logprobs"), (None,))}
 """Values that a field may have, where others would need another answer than the one that is sampled."""
 
 
@@ -53,7 +57,7 @@ class CalledFunction(BaseModel):
 
 class ToolCall(BaseModel):
     id: str
-    type: Literal["function"] = "function"
+    type: Annotated[Literal["function"], BeforeValidator(lambda kind: kind or "function")] = "function"
     function: CalledFunction
 
 
@@ -95,11 +99,7 @@ class ChatMessage(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    include_usage: bool = False
-
-
-class TemplateOptions(BaseModel):
-    enable_thinking: bool | None = None
+    include_usage: bool | None = False
 
 
 class AgentRequest(BaseModel):
@@ -117,7 +117,21 @@ class ChatRequest(AgentRequest):
     tool_choice: str | None = None
     logprobs: bool = False
     max_completion_tokens: PositiveInt | None = None
-    chat_template_kwargs: TemplateOptions = TemplateOptions()
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_variables(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if odd := value.keys() & NO_VARIABLES:
+            raise ValueError(f"`{min(odd)}` is no variable of chat templates")
+        return value
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        effort = {"reasoning_effort": self.reasoning_effort}
+        return {name: value for name, value in {**effort, **self.chat_template_kwargs}.items() if value is not None}
 
     @property
     def limit(self) -> int | None:

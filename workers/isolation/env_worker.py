@@ -69,11 +69,11 @@ class EnvironmentHandler(Handler):
     def _ends(self, call: Message, environment: Any, turn: Any, index: int, answer: Message) -> bool:
         """Put what answers text number `index` into `answer`. Return whether no text follows, or must follow since the
         answer was another one before."""
-        found, behind = _as_message(turn), len(call["texts"]) - 1 - index
-        if behind and call["answers"][index] == fingerprint_of(turn):
+        found, behind = _checked(turn), len(call["texts"]) - 1 - index
+        if behind and call["answers"][index] == fingerprint_of(found):
             return False
-        answer |= found | ({"behind": behind} if behind else {})
-        state = environment.snapshot() if self.restores and not found["done"] else None
+        answer |= vars(found) | ({"behind": behind} if behind else {})
+        state = environment.snapshot() if self.restores and not found.done else None
         if state is not None and len(packed(state)) <= _MAX_STATE:
             answer["state"] = state
         return True
@@ -87,12 +87,14 @@ def fingerprint_of(turn: Turn) -> bytes:
     return xxhash.xxh3_64_digest(packed([_utf8(turn.observation), bool(turn.done), float(turn.reward)]))
 
 
-def _as_message(turn: Any) -> Message:
-    good = isinstance(turn, Turn) and isinstance(turn.observation, str) and isinstance(turn.reward, int | float)
-    if not good or not math.isfinite(turn.reward):
+def _checked(turn: Any) -> Turn:
+    """Return a turn of a user's environment with plain values; its reward may be a number of numpy or torch."""
+    reward = turn.reward if isinstance(turn, Turn) else None
+    reward = reward.item() if hasattr(reward, "item") else reward
+    if not (isinstance(reward, int | float) and math.isfinite(reward) and isinstance(turn.observation, str)):
         raise TypeError(f"`step` returned {turn!r:.200}; it must return Turn(observation: str, done: bool, reward: a "
                         "finite number)")
-    return {"observation": _utf8(turn.observation), "done": bool(turn.done), "reward": float(turn.reward)}
+    return Turn(_utf8(turn.observation), bool(turn.done), float(reward))
 
 
 def _utf8(text: str) -> str:

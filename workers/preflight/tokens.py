@@ -32,7 +32,16 @@ from distflow.config.run import Data
 from distflow.config.spec import Spec
 from distflow.data.checks import imitated_fields
 from distflow.data.dataset import open_images
-from distflow.data.problems import Message, Record, content_text, conversation_of, mend_text, messages_of, tools_of
+from distflow.data.problems import (
+    Message,
+    Record,
+    content_text,
+    conversation_of,
+    mend_text,
+    messages_of,
+    template_variables,
+    tools_of,
+)
 from distflow.errors import InvalidInput
 from workers.encode import ImageEncoder
 from workers.engines.chat import (
@@ -158,8 +167,8 @@ class _TokenTrial:
         self.rendered = [each for each in found if each]
 
     def _render(self, index: int) -> _Rendered | None:
-        row, answer, options = self.given.rows[index], self.given.answers[index], self.options
-        tools = tools_of(row, self.data)
+        row, answer = self.given.rows[index], self.given.answers[index]
+        tools, options = tools_of(row, self.data), template_variables(row, self.data)
         try:
             messages, whole = messages_of(row, self.data), conversation_of(row, self.data)
             if self.imitates and len(whole) > len(messages):

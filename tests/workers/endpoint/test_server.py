@@ -282,6 +282,12 @@ def test_endpoint_refuses_messages_that_do_not_extend_the_trajectory(row, messag
     ({"messages": [{**ASKED[0], "content": [{"type": "image_url", "image_url": {}}]}]}, "Input should be 'text'"),
     ({"messages": ASKED, "n": 2}, "`n` must be 1 here, not 2"),
     ({"messages": ASKED, "response_format": {"type": "json_object"}}, "`response_format` must be"),
+    ({"messages": ASKED, "guided_json": {}}, "`guided_json` must be left out here"),  # they changed nothing
+    ({"messages": ASKED, "structured_outputs": {"choice": ["a"]}}, "`structured_outputs` must be left out"),
+    ({"messages": ASKED, "stop_token_ids": [7]}, "`stop_token_ids` must be [] here"),
+    ({"messages": ASKED, "min_tokens": 4}, "`min_tokens` must be 0"),
+    ({"messages": ASKED, "chat_template": "x"}, "`chat_template` must be left out"),
+    ({"messages": ASKED, "chat_template_kwargs": {"tokenize": True}}, "`tokenize` is no variable of chat templates"),
     ({"messages": ASKED, "stop": ["\n"]}, "generation: {stop: ['\\n']}"),
     ({"messages": ASKED, "max_tokens": 0}, "`max_tokens`")])
 def test_endpoint_refuses_unsupported_settings_by_name(row, body, says):
@@ -399,15 +405,20 @@ def test_example_agent_answers_sums_through_the_endpoint(endpoint, row, texts, r
 
 
 def test_endpoint_passes_template_variables_of_run_and_request(row, monkeypatch):
-    served = row("one", "two")
-    template = "{{ effort }}{% if enable_thinking is defined %} {{ enable_thinking }}{% endif %}"
+    """Rapid-MLX#389, LLMKube#1283: all but `enable_thinking` were ignored."""
+    served = row("one", "two", "three")
+    template = "{{ effort }}{{ thinking }}{{ reasoning_effort }}" \
+               "{% if enable_thinking is defined %} {{ enable_thinking }}{% endif %}"
     monkeypatch.setattr(served.tokenizer, "chat_template", served.tokenizer.chat_template + template)
     served.dialogue.between = TurnTemplate(served.tokenizer, [served.tokenizer.eos_token_id], options={"effort": "low"})
     messages = [*ASKED, {"role": "assistant", "content": "one"}, {"role": "user", "content": "more"}]
     served.chat(*ASKED)
     served.chat(*messages, chat_template_kwargs={"enable_thinking": False})
+    messages += [{"role": "assistant", "content": "two"}, {"role": "user", "content": "more"}]
+    served.chat(*messages, chat_template_kwargs={"thinking": 1}, reasoning_effort="high", tools=[],
+                stream_options={"include_usage": None})
     asked = [served.tokenizer.decode(ask.addition.tokens) for ask in served.asks]
-    assert [text.rpartition(ASSISTANT)[2] for text in asked] == ["low", "low False"]
+    assert [text.rpartition(ASSISTANT)[2] for text in asked] == ["low", "low False", "low1high"]
 
 
 def test_endpoint_refuses_a_chat_after_a_plain_completion(row):

@@ -14,6 +14,7 @@ from gymnasium import spaces
 from gymnasium.envs.registration import load_env_creator
 
 from distflow.contracts.decorators import Turn, environment
+from workers.isolation.rewards import behind_thoughts
 
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 _MARKED = re.compile(r"\x1b\[[0-9;]*?4[0-9]m(.*?)\x1b\[0m", re.DOTALL)  # a coloured background shows where one stands
@@ -57,17 +58,16 @@ class Gymnasium:
         return Turn(self._shown(), bool(ended or cut), float(reward))
 
     def _action(self, text: str) -> Any:
-        tagged, lines = _ACTION.findall(text), text.strip().splitlines()
+        spoken = behind_thoughts(text) or ""
+        tagged, lines = _ACTION.findall(spoken), spoken.strip().splitlines()
         said = (tagged or lines or [""])[-1].strip()
         if self.actions is not None:
             names = [name.lower() for name in self.actions]
             if said.lower() not in names:
                 raise ValueError(f"{said[:80]!r} is no action.")
             return names.index(said.lower()) + getattr(self.space, "start", 0)
-        with contextlib.suppress(ValueError, TypeError, RecursionError, OverflowError):
-            action: Any = said if isinstance(self.space, spaces.Text) else json.loads(said)
-            if not isinstance(self.space, spaces.Text | spaces.Discrete):
-                action = np.asarray(action, self.space.dtype)
+        with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError, OverflowError):
+            action = said if isinstance(self.space, spaces.Text) else _as_action(self.space, json.loads(said))
             if type(action) is not bool and self.space.contains(action):
                 return action
         raise ValueError(f"{said[:80]!r} is no action.")
@@ -82,7 +82,7 @@ class Gymnasium:
     def _shown(self) -> str:
         if self.pictured:
             return _COLOR.sub("", _MARKED.sub(r"[\1]", str(self.game.render()))).strip()
-        return json.dumps(_plain(self.observed)) if not isinstance(self.observed, str) else self.observed
+        return json.dumps(_plain(self.observed), default=str) if not isinstance(self.observed, str) else self.observed
 
 
 def _class_of(id: str) -> Any:
@@ -91,6 +91,20 @@ def _class_of(id: str) -> Any:
         __import__(module)
     found = gymnasium.spec(name).entry_point
     return load_env_creator(found) if isinstance(found, str) else found
+
+
+def _as_action(space: spaces.Space, value: Any) -> Any:
+    """Return what JSON says as an action of a space."""
+    match space:
+        case spaces.Dict():
+            return {name: _as_action(part, value[name]) for name, part in space.items()}
+        case spaces.Tuple():
+            return tuple(_as_action(part, each) for part, each in zip(space, value, strict=True))
+        case spaces.Sequence():
+            return tuple(_as_action(space.feature_space, each) for each in value)
+        case spaces.Text() | spaces.Discrete():
+            return value
+    return np.asarray(value, space.dtype)
 
 
 def _plain(value: Any) -> Any:

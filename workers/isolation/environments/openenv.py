@@ -12,6 +12,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from distflow.contracts.decorators import Turn, environment
+from workers.isolation.rewards import behind_thoughts
 
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 _WRONG = ("VALIDATION_ERROR", "INVALID_JSON")  # codes of errors that a turn of the model has caused
@@ -41,7 +42,8 @@ class OpenEnv:
         return self.shown
 
     def step(self, text: str) -> Turn:
-        said = (_ACTION.findall(text) or [text])[-1].strip()
+        spoken = behind_thoughts(text) or ""
+        said = (_ACTION.findall(spoken) or [spoken])[-1].strip()
         try:
             done = self._ask("step", _object(said) if self.action is None else {self.action: said})
         except ValueError as error:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import re
 
 from pydantic import PositiveFloat, PositiveInt
 
 from distflow.contracts.decorators import Turn, environment
 from workers.isolation.environments import final_answer
+from workers.isolation.rewards import behind_thoughts
+from workers.isolation.rewards.programs import python_blocks
 from workers.isolation.sandbox.runner import run_python
-
-_PROGRAM = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 @environment(safe=True, together=64, stateless=True)
@@ -29,7 +28,8 @@ class PythonSandbox:
         self.seconds, self.memory_mib, self.output = seconds, memory_mib, output
 
     async def step(self, text: str) -> Turn:
-        programs, given = _PROGRAM.findall(text), final_answer(text)
+        spoken, given = behind_thoughts(text), final_answer(text)
+        programs = python_blocks(text if spoken is None else spoken)  # a `stop` may end a turn within its thoughts
         if not programs or given is not None:
             return Turn(done=True, reward=float(given == self.expected))
         done = await asyncio.to_thread(run_python, programs[-1], seconds=self.seconds, memory_mib=self.memory_mib)

@@ -20,6 +20,7 @@ from pydantic import PositiveInt
 from pydantic_core import from_json, to_json
 
 from distflow.contracts.decorators import Turn, environment
+from distflow.data.problems import parsed_arguments
 from workers.endpoint.messages import find_tool_calls
 from workers.isolation.environments import final_answer
 
@@ -83,8 +84,7 @@ class MCPTools:
             if await server.drop_if_ended(error):
                 raise
             return f"Error: {error}"[: self.output]
-        shown = "\n".join(each["text"] if each["type"] == "text" else f"({each['type']})" for each in done["content"])
-        shown = f"Error: {shown}" if done["isError"] else shown
+        shown = f"Error: {_text_of(done)}" if done["isError"] else _text_of(done)
         return shown if len(shown) <= self.output else f"{shown[: self.output]}…"
 
     async def _connected(self) -> tuple[_ToolServer, Tools]:
@@ -177,6 +177,18 @@ async def _tools_of(session: ClientSession) -> AsyncIterator[dict[str, Any]]:
         cursor = page.get("nextCursor")
         if cursor is None:
             return
+
+
+def _text_of(result: dict[str, Any]) -> str:
+    """Return what a tool answers: its texts, the texts and addresses of resources, and data that no text says."""
+    texts, data = list[str](), result.get("structuredContent") or {}
+    for part in result["content"]:
+        resource = part.get("resource") or {}
+        texts.append(part.get("text") or resource.get("text") or part.get("uri") or resource.get("uri")
+                     or f"({part['type']})")
+    if data and (not texts or data.keys() != {"result"} and data not in map(parsed_arguments, texts)):
+        texts.append(json.dumps(data, ensure_ascii=False))
+    return "\n".join(texts)
 
 
 def _innermost(error: BaseException | None) -> str:

@@ -195,10 +195,19 @@ def program_of(completion: str) -> str:
         answer = f"```python\n{answer}"  # the prompt has opened the block
     apart = _INLINE.sub(r"\1\n\2", _ONE_LINE.sub(r"```python\n\1\n```", completion))
     blocks = _blocks(answer) or _blocks(completion) or _blocks(apart)
-    for language in (_PYTHON, _NO_LANGUAGE):
-        if own := [text for info, text in blocks if language.fullmatch(info)]:
-            return _without_examples(own)
+    if own := _python(blocks):
+        return _without_examples(own)
     return blocks[-1][1] if blocks else answer
+
+
+def python_blocks(text: str) -> list[str]:
+    """Return the Python blocks of a text, or those without a language where it has none."""
+    return _python(_blocks(text))
+
+
+def _python(blocks: list[tuple[str, str]]) -> list[str]:
+    found = ([text for info, text in blocks if language.fullmatch(info)] for language in (_PYTHON, _NO_LANGUAGE))
+    return next(filter(None, found), [])
 
 
 def _without_examples(blocks: list[str]) -> str:

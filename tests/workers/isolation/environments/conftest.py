@@ -80,6 +80,14 @@ class Hostile:
     def nonsense(self):
         return {"observation": "?"}
 
+    def tensor(self):
+        import numpy
+        return Turn("", numpy.bool_(True), numpy.float32(0.5))
+
+    def tensors(self):
+        import numpy
+        return Turn("", False, numpy.zeros(2))
+
     def infinite(self):
         return Turn(reward=float("nan"))
 

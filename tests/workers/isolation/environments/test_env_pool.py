@@ -16,6 +16,7 @@ from workers.isolation.env_pool import EnvFailure, EnvPool, EnvSettings
 
 HOSTILE = {"deaf": "took longer than", "raises": "KeyError: 'no such tool'",
            "nonsense": "TypeError: `step` returned {'observation': '?'}", "infinite": "a finite number",
+           "tensors": "ValueError",
            "leave": "its process ended", "exit": "its process ended", "eat": "MemoryError", "fork": "took longer than",
            "garbage": "", "flood": "no answer"}
 
@@ -49,6 +50,10 @@ def alive(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_rewards_of_numpy_are_numbers(open_pool):
+    assert answers(open_pool("Safe"), {0: "tensor"}) == {0: Turn("", True, 0.5)}
 
 
 @pytest.mark.parametrize(("name", "processes"), [("Counter", 6), ("Shared", 2)])

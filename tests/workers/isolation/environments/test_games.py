@@ -8,6 +8,9 @@ import pytest
 
 pytest.importorskip("gymnasium", reason="pip install gymnasium")
 
+import gymnasium
+from gymnasium import spaces
+
 from distflow.contracts.decorators import Turn
 from workers.isolation.environments.games import Gymnasium
 
@@ -20,6 +23,8 @@ def test_a_game_from_its_start_to_its_end():
     assert lake.start() == "[S]FFF\nFHFH\nFFFH\nHFFG\nActions: left, down, right, up"
     assert lake.step("I jump") == Turn("'I jump' is no action.\nActions: left, down, right, up", reward=-0.25)
     assert lake.step("") == Turn("'' is no action.\nActions: left, down, right, up", reward=-0.25)
+    for unspoken in ("<think>Or <action>down</action>?</think>I wait", "<think><action>down</action>"):  # verl#6424
+        assert lake.step(unspoken).reward == -0.25
     *turns, last = [lake.step(text) for text in WON]
     assert turns[0] == Turn("(Down)\nSFFF\n[F]HFH\nFFFH\nHFFG")
     assert [turn.reward for turn in turns] == [0.0] * 5
@@ -71,6 +76,28 @@ gymnasium.register("Echo-v0", entry_point=Echo)
     assert game.start() == f'{{"n": 1, "b": [0.0]}}\nAction: {game.space}'
     assert game.step("hello") == Turn('{"n": 2, "b": [0.0]}', True, 5.0)
     sys.modules.pop("my_games")
+
+
+@pytest.mark.parametrize(("space", "said", "action"), [
+    (spaces.Tuple([spaces.Discrete(3), spaces.Box(0, 1, (2,))]), "[1, [0.5, 0.5]]", "(1, array([0.5, 0.5]"),
+    (spaces.Dict(move=spaces.Discrete(4), say=spaces.Text(9)), '{"move": 2, "say": "hi"}', "{'move': 2, 'say': 'hi'}"),
+    (spaces.Sequence(spaces.Discrete(3)), "[1, 2, 1]", "(1, 2, 1)"), (spaces.MultiBinary(2), "[1, 0]", "array([1, 0]"),
+    (spaces.Tuple([spaces.Discrete(3)]), "[1, 2]", None), (spaces.Dict(move=spaces.Discrete(4)), '{"to": 2}', None)])
+def test_actions_of_several_parts(space, said, action):
+    class Parts(gymnasium.Env):
+        action_space, observation_space = space, spaces.Text(200)
+
+        def reset(self, *, seed=None, options=None):
+            return b"begun", {}
+
+        def step(self, action):
+            return repr(action), 1.0, True, False, {}
+
+    gymnasium.register("Parts-v0", entry_point=Parts)
+    game = Gymnasium("q", id="Parts-v0")
+    assert game.start() == f'"b\'begun\'"\nAction: {space}'
+    assert game.step(said).observation.startswith(action or f"{said!r} is no action.")
+    del gymnasium.registry["Parts-v0"]
 
 
 @pytest.mark.parametrize(("settings", "says"), [

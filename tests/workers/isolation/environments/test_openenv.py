@@ -113,6 +113,7 @@ def test_a_game(address, play):
     say = play(address, action="number", show="text", wrong_action=-0.5)
     assert say(0, "-1") == Turn("too low")
     assert say(0, "I think <action> 99 </action>") == Turn("too high")
+    assert say(0, "<think>5? <action>5</action></think>\n 99") == Turn("too high")  # verl#6424
     wrong = say(0, "seven")
     assert wrong.observation.startswith("This is no action: ")
     assert "valid integer" in wrong.observation

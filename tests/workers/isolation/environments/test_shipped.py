@@ -63,6 +63,10 @@ def test_programs_run_in_the_sandbox():
     assert step("<think>#### 41</think>#### 42") == Turn("", True, 1.0)
     assert step("<think>I try\n```python\nprint(7)\n```") == Turn("7\n")
     assert step("I try\n```python\nprint(6 * 7)\n```\n") == Turn("42\n")
+    for program in ("```Python\nprint(7)\n```", "~~~python3\nprint(7)\n~~~", "  ```py title=x\n  print(7)\n  ```"):
+        assert step(program) == Turn("7\n")
+    assert step("```py\nprint('```')\n```\n```bash\nls\n```") == Turn("```\n")
+    assert step("<think>I try\n```python\nprint(7)\n```\n</think>I know nothing") == Turn("", True, 0.0)  # verl#6424
     assert "ZeroDivisionError" in asyncio.run(PythonSandbox("1").step("```\n1 / 0\n```")).observation
     assert step("```python\nprint('x' * 1000)\n```").observation == "x" * 50 + "…"
     assert "Error" in asyncio.run(PythonSandbox("1").step(

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("forked")  # servers that this process star
 SERVER = '''
 import asyncio, os, sys
 from mcp.server.mcpserver import MCPServer
+from mcp.types import CallToolResult, EmbeddedResource, ResourceLink, TextContent, TextResourceContents
 
 server, said = MCPServer("sums", log_level="CRITICAL" if len(sys.argv) < 2 else "INFO"), []
 
@@ -41,6 +42,14 @@ def fail(how: str) -> str:
     if how == "long":
         return "x" * 9000
     raise ValueError(how)
+
+@server.tool()
+def show(kind: str) -> CallToolResult:
+    kinds = {"summary": TextContent(type="text", text="2 items"),
+             "said": TextContent(type="text", text='{"n": [1, 2]}'),
+             "file": EmbeddedResource(type="resource", resource=TextResourceContents(uri="file:///a", text="x = 1")),
+             "link": ResourceLink(type="resource_link", name="a", uri="file:///a")}
+    return CallToolResult(content=[kinds[kind]] if kind in kinds else [], structuredContent={"n": [1, 2]})
 
 @server.tool()
 async def wait() -> str:
@@ -95,12 +104,20 @@ def test_calls_and_their_answers(request, pool_of, transport):
     assert say(0, call("add", a=3, b=4)) == Turn("7")
     assert say(1, call("add", a=3, b=4) + call("add", a=-1, b=1)) == Turn("7\n0")
     assert say(0, call("add", a="x", b=4)).observation.startswith("Error: ")
-    assert say(0, call("nope")) == Turn("There is no function 'nope'. Functions: add, remember, fail, wait")
+    assert say(0, call("nope")) == Turn("There is no function 'nope'. Functions: add, remember, fail, show, wait")
     assert say(0, call("fail", how="long")) == Turn("x" * 40 + "…")
     assert say(0, call("fail", how="raise")).observation.startswith("Error: ")
     assert "This is no call" in say(0, "<tool_call>{add}</tool_call>").observation
     assert say(0, "#### 7") == Turn("", True, 1.0)
     assert say(1, "It is 7") == Turn("", True, 0.0)
+
+
+@pytest.mark.parametrize(("kind", "shown"), [
+    ("nothing", '{"n": [1, 2]}'), ("said", '{"n": [1, 2]}'), ("summary", '2 items\n{"n": [1, 2]}'),
+    ("file", 'x = 1\n{"n": [1, 2]}'), ("link", 'file:///a\n{"n": [1, 2]}')])
+def test_what_a_tool_answers_is_shown_whole(pool_of, server, kind, shown):
+    """kimi-code#2554, copilot-cli#3258, mecatl#223: a model saw the summary without the data, or "(resource)"."""
+    assert pool_of("MCPTools", server=server)(0, call("show", kind=kind)) == Turn(shown)
 
 
 def test_rows_share_a_server_or_have_their_own(pool_of, server):
@@ -171,5 +188,5 @@ def test_a_server_that_cannot_be_used_is_said(settings, says):
 
 
 def test_tools_that_a_server_lacks(server):
-    with pytest.raises(ValueError, match="has no tool 'sub'; it has add, remember, fail, wait"):
+    with pytest.raises(ValueError, match="has no tool 'sub'; it has add, remember, fail, show, wait"):
         asyncio.run(MCPTools("7", server=server, tools=["add", "sub"]).step(call("add", a=1, b=2)))
