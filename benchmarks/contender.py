@@ -65,7 +65,7 @@ class Contender:
 
     def measure_baseline(self) -> None:
         """Take what its processes hold now for what they hold without rows."""
-        self.idle = {pid: kilobytes(pid, "VmRSS") - _shared(pid) for pid in _family(self.process.pid)}
+        self.idle = {pid: kilobytes(pid, "VmRSS") - shared(pid) for pid in _family(self.process.pid)}
 
     def used(self) -> float:
         """Return the seconds of processor time that its processes have used so far."""
@@ -77,9 +77,9 @@ class Contender:
             with contextlib.suppress(OSError):
                 Path(f"/proc/{pid}/clear_refs").write_text("5")
 
-    def peak(self) -> int:
-        """Return the bytes that the busiest of its processes held beside what it holds without rows."""
-        return 1024 * max(kilobytes(pid, "VmHWM") - _shared(pid) - idle for pid, idle in self.idle.items())
+    def peaks(self) -> list[int]:
+        """Return the bytes that each of its processes held at most beside what it holds without rows."""
+        return [1024 * max(0, kilobytes(pid, "VmHWM") - shared(pid) - idle) for pid, idle in self.idle.items()]
 
     def begin_close(self) -> None:
         """No more orders: it begins to end."""
@@ -156,7 +156,7 @@ def _started(pid: int) -> str:
     return fields[19] if fields else ""
 
 
-def _shared(pid: int) -> int:
+def shared(pid: int) -> int:
     """Return the resident kilobytes that other processes account for: a page that n of them map counts 1/n each."""
     with contextlib.suppress(OSError):
         lines = dict(line.split()[:2] for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])

@@ -156,6 +156,8 @@ def work(case: dict[str, Any], rank: int, store: str, line: Connection) -> None:
     """Run one rank until its line is closed."""
     torch.set_num_threads(1)
     made = Case(**case)
+    if made.machines > 1:
+        os.environ["DISTFLOW_MACHINE"] = str(rank * made.machines // made.ranks)
     dist.init_process_group("gloo", store=dist.FileStore(store, made.ranks), rank=rank, world_size=made.ranks,
                             timeout=_TIMEOUT)
     target = Rank(made, rank)

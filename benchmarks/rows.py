@@ -30,6 +30,7 @@ Columns = dict[str, Tensor | tuple[Tensor, Tensor]]
 class Case:
     """`mib` MiB of padded rows that go from ranks 0 … producers - 1 to `consumers` ranks from `first` on.
 
+    machines: the ranks are spread over, in their order, as far as distflow knows.
     form: "padded" (all rows are of full length) or "ragged" (the same number of rows with a mean fill of 40%).
     """
 
@@ -40,10 +41,12 @@ class Case:
     form: str = PADDED
     prompt: int = 512
     response: int = 2048
+    machines: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.mib:g} MiB {self.producers}→{self.consumers} {self.form}"
+        where = f" on {self.machines} machines" if self.machines > 1 else ""
+        return f"{self.mib:g} MiB {self.producers}→{self.consumers}{where} {self.form}"
 
     @property
     def ranks(self) -> int:

@@ -30,13 +30,13 @@ _COLLECTIVE, _LATE, _ENDED = ("gloo", "nccl", "c10d", "store"), ("timed out", "t
 """Phrases in the message of a collective that failed because of another rank; its type is RuntimeError at best."""
 
 
-def exchange(outgoing: Tensor, sizes: list[int], arriving: list[int], group: dist.ProcessGroup | None = None) -> Tensor:
-    """Send the next `sizes[i]` bytes of `outgoing` ([bytes] uint8) to rank `i` of the group; return what ranks sent
-    here, `arriving[i]` bytes from rank `i`. One collective. Raises `RankMissing`, as all here."""
-    received = torch.empty(sum(arriving), dtype=torch.uint8)
+def exchange(outgoing: Tensor, sizes: list[int], received: Tensor, arriving: list[int],
+             group: dist.ProcessGroup | None = None) -> None:
+    """Send the next `sizes[i]` bytes of `outgoing` ([bytes] uint8) to rank `i` of the group, and put the `arriving[i]`
+    bytes from rank `i` into `received`, one rank's after the other's. One collective. Raises `RankMissing`, as all
+    here."""
     with peer_errors():
         (group or default_group()).alltoall_base(received, outgoing, arriving, sizes).wait()
-    return received
 
 
 _payload_size: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()

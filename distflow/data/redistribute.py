@@ -3,7 +3,8 @@
     announce       each rank announces its rows and its free shared memory; all read the notices of all (`RowNotices`)
     Route          from all notices, each rank computes where every row will lie in its reader's memory
     Redistributor  moves: within a machine the holder writes a row to its final address; rows for other machines
-                   travel in one `all_to_all_single`, packed, with sizes known at both ends, and the reader places them
+                   travel packed by `all_to_all_single`, a few MiB at a time, with sizes known at both ends, and the
+                   reader places them
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from distflow.telemetry.metrics import Metrics
 _SLACK = 1.25
 """Factor by which a new buffer exceeds the request: the next step's rows fit too, and untouched pages cost nothing."""
 _SHOWN = 5
+ROUND_BYTES = 4 << 20
+"""Of rows that a rank sends to or gets from other machines at once; they are in memory twice meanwhile."""
 
 Destinations = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """From the ids of all rows [rows] to pairs (row [pairs], share [pairs]): a row may go to several shares, or to none."""
@@ -290,14 +293,18 @@ class Route:
         pairs = self.all_pairs(share)
         return _sums(self.holder[pairs], self.sizes[pairs], ranks)
 
-    def crosses_machines(self, machines: np.ndarray, receivers: ShareReceivers) -> bool:
-        """Return whether any row goes to another machine; every rank finds the same. `machines` [ranks]."""
-        machine, found = np.full(len(self.totals), -1), machines[receivers.ranks]
-        machine[receivers.shares] = found
-        several = np.zeros(len(self.totals), dtype=bool)
-        several[receivers.shares[machine[receivers.shares] != found]] = True  # a share that is on two machines
-        away = several[self.share] | (machine[self.share] != machines[self.holder])
-        return bool((away & (machine[self.share] >= 0) & (self.sizes > 0)).any())
+    def rounds(self, machines: np.ndarray, receivers: ShareReceivers, most: int) -> int:
+        """Return in how many rounds rows go to other machines, so that no rank sends or gets many more than `most`
+        bytes in one; 0 if none does. Every rank finds the same. `machines` [ranks]."""
+        names, machine = np.unique(machines, return_inverse=True)
+        there = np.zeros((len(self.totals), len(names)), dtype=bool)
+        there[receivers.shares, machine[receivers.ranks]] = True
+        here = machine[self.holder]
+        leave = there.sum(1)[self.share] - there[self.share, here]  # to how many machines a pair's row goes
+        sent = _sums(self.holder, self.sizes * leave, len(machines))
+        held = _sums(self.share * len(names) + here, self.sizes, there.size).reshape(there.shape)
+        got = held[receivers.shares].sum(1) - held[receivers.shares, machine[receivers.ranks]]
+        return -(-max(int(sent.max(initial=0)), int(got.max(initial=0))) // most)
 
 
 def _sums(index: np.ndarray, sizes: np.ndarray, length: int) -> np.ndarray:
@@ -369,12 +376,12 @@ class Redistributor:
         here = self._reserve(route, receivers, machines, notices)
         memory = {each: self.memory.open(each.address) for each in here if each.address is not None}
         for target in memory:
-            for part, buffer, runs in _rows(route, buffers, target.share, self.rank):
+            for part, buffer, runs in _rows(route, buffers, route.pairs(target.share, self.rank)):
                 copy_runs(buffer.data, _bytes_of(memory[target], part, target.share), *runs, part.width)
         sent = route.sent(self.rank)
         self._count(edge, route, sent, receivers, machines)
-        if not self.host_group.on_one_machine and route.crosses_machines(machines, receivers):
-            self._send(buffers, route, sent, receivers, machines, memory)
+        if not self.host_group.on_one_machine:
+            self._send(buffers, route, receivers, machines, memory)
         self.host_group.barrier()
         return self._read(forms, route, layout.share(self.rank), here)
 
@@ -398,37 +405,29 @@ class Redistributor:
             chosen = choose_buffers({rank: PoolNotice.unpack(pool) for rank, pool in pools.items()}, wanted)
         return [Destination(share, rank, chosen.get(rank)) for rank, share in owners.items()]
 
-    def _send(self, buffers: Buffers, route: Route, sent: np.ndarray, receivers: ShareReceivers, machines: np.ndarray,
+    def _send(self, buffers: Buffers, route: Route, receivers: ShareReceivers, machines: np.ndarray,
               memory: dict[Destination, np.ndarray]) -> None:
-        far, sizes = machines[receivers.ranks] != machines[self.rank], np.zeros(len(machines), np.int64)
-        sizes[receivers.ranks[far]] = sent[receivers.shares[far]]
-        outgoing, position = np.empty(int(sizes.sum()), dtype=np.uint8), 0
-        for rank, share in sorted(zip(receivers.ranks[far].tolist(), receivers.shares[far].tolist())):
-            if not sizes[rank]:
-                continue
-            for part, buffer, (begin, _, counts) in _rows(route, buffers, share, self.rank):
-                size = int(counts.sum()) * part.width
-                copy_runs(buffer.data, outgoing[position : position + size], begin, counts.cumsum() - counts, counts,
-                          part.width)
-                position += size
+        """Exchange rows with other machines, a few at a time: none of them is in memory twice for long."""
+        rounds = route.rounds(machines, receivers, ROUND_BYTES)
+        if not rounds:
+            return
+        far = machines[receivers.ranks] != machines[self.rank]
+        leaving = {rank: route.pairs(share, self.rank) for rank, share in
+                   sorted(zip(receivers.ranks[far].tolist(), receivers.shares[far].tolist()))}
         mine = next((each for each in memory if each.rank == self.rank), None)
-        arriving = [0] * len(machines)
-        if mine is not None:
-            there = machines == machines[self.rank]
-            arriving = np.where(there, 0, route.received(mine.share, len(machines))).tolist()
-        members = self.host_group.ranks
-        received, position = exchange(torch.from_numpy(outgoing), sizes[members].tolist(),
-                                      [arriving[rank] for rank in members], self.host_group.group).numpy(), 0
-        for rank, size in enumerate(arriving):
-            if mine is None or not size:
-                continue
-            pairs = route.pairs(mine.share, rank)
-            for part in (part for parts in route.parts.values() for part in parts):
-                counts = part.counts[pairs]
-                size = int(counts.sum()) * part.width
-                copy_runs(received[position : position + size], _bytes_of(memory[mine], part, mine.share),
-                          counts.cumsum() - counts, part.at[pairs], counts, part.width)
-                position += size
+        arriving = {} if mine is None else {
+            rank: route.pairs(mine.share, rank) for rank in np.flatnonzero(
+                (machines != machines[self.rank]) & (route.received(mine.share, len(machines)) > 0)).tolist()}
+        parts = [(_part(route, leaving, number, rounds), _part(route, arriving, number, rounds))
+                 for number in range(rounds)]
+        outgoing, received = (np.empty(max(each.bytes for each in one), dtype=np.uint8) for one in zip(*parts))
+        for going, coming in parts:
+            _pack(buffers, route, going, outgoing)
+            exchange(torch.from_numpy(outgoing[: going.bytes]), going.sizes(self.host_group.ranks),
+                     torch.from_numpy(received[: coming.bytes]), coming.sizes(self.host_group.ranks),
+                     self.host_group.group)
+            if mine is not None:
+                _place(received, route, coming, memory[mine], mine.share)
 
     def _read(self, forms: dict[str, ColumnForm], route: Route, share: int | None, here: list[Destination]) -> Batch:
         if share is None or not len(route.ids):
@@ -458,11 +457,10 @@ class Redistributor:
         self.moved += away + arrived
 
 
-def _rows(route: Route, buffers: Buffers, share: int, holder: int) -> \
+def _rows(route: Route, buffers: Buffers, pairs: np.ndarray) -> \
         Iterator[tuple[BufferPart, ColumnBuffer, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
-    """Yield for each buffer of the rows that go from this rank to a share: part, buffer, and of each row [rows] its
+    """Yield for each buffer of the rows of some pairs, which this rank holds: part, buffer, and of each row [rows] its
     first element here, the one that it becomes there, and how many it has."""
-    pairs = route.pairs(share, holder)
     if not len(pairs):
         return
     position, known = route.position[pairs], dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]()
@@ -471,6 +469,49 @@ def _rows(route: Route, buffers: Buffers, share: int, holder: int) -> \
             if id(part.at) not in known:  # else another buffer's rows have as many elements each
                 known[id(part.at)] = buffer.bounds[position], part.at[pairs], part.counts[pairs]
             yield part, buffer, known[id(part.at)]
+
+
+class ExchangedRows(NamedTuple):
+    """Pairs whose rows go to other ranks in one round, or come from them, and their bytes; by rank."""
+
+    pairs: dict[int, np.ndarray]
+    bytes_by_rank: dict[int, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.bytes_by_rank.values())
+
+    def sizes(self, ranks: Sequence[int]) -> list[int]:
+        return [self.bytes_by_rank.get(rank, 0) for rank in ranks]
+
+
+def _part(route: Route, pairs: dict[int, np.ndarray], number: int, of: int) -> ExchangedRows:
+    """Return what is exchanged in one round of several, alike on both sides."""
+    part = {rank: each[len(each) * number // of : len(each) * (number + 1) // of] for rank, each in pairs.items()}
+    return ExchangedRows(part, {rank: int(route.sizes[each].sum()) for rank, each in part.items()})
+
+
+def _pack(buffers: Buffers, route: Route, going: ExchangedRows, outgoing: np.ndarray) -> None:
+    """Copy rows into a message, one rank's after the other's."""
+    position = 0
+    for pairs in going.pairs.values():
+        for part, buffer, (begin, _, counts) in _rows(route, buffers, pairs):
+            size = int(counts.sum()) * part.width
+            copy_runs(buffer.data, outgoing[position : position + size], begin, counts.cumsum() - counts, counts,
+                      part.width)
+            position += size
+
+
+def _place(received: np.ndarray, route: Route, coming: ExchangedRows, memory: np.ndarray, share: int) -> None:
+    """Copy rows of a message to where they lie in the memory of their share."""
+    position = 0
+    for pairs in coming.pairs.values():
+        for part in (part for parts in route.parts.values() for part in parts):
+            counts = part.counts[pairs]
+            size = int(counts.sum()) * part.width
+            copy_runs(received[position : position + size], _bytes_of(memory, part, share), counts.cumsum() - counts,
+                      part.at[pairs], counts, part.width)
+            position += size
 
 
 def _bytes_of(memory: Any, part: BufferPart, share: int) -> Any:

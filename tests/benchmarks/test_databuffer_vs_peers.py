@@ -57,11 +57,11 @@ def arrived(case: Case, repeat: int, pad: bool) -> tuple[torch.Tensor, rows.Colu
 @pytest.mark.run
 def test_without_peers_it_runs_and_says_what_came_out():
     command = [sys.executable, "-m", "benchmarks.databuffer_vs_peers", "--quick", "--sizes", "0.5",
-               "--tokens", "16", "64", "--layouts", "4-2", "4-4"]
+               "--tokens", "16", "64", "--layouts", "4-2", "4-4", "4-4@2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith(f"{COPIES}\n")
-    for name in ("4→2 padded", "4→2 ragged", "4→4 padded", "4→4 ragged", "left out: every size"):
+    for name in ("4→2 padded", "4→2 ragged", "4→4 ragged", "4→4 on 2 machines ragged", "left out: every size"):
         assert name in done.stdout
     last = json.loads(done.stdout.splitlines()[-1])
     assert set(last) == {"claim", "value", "unit", "low", "high", "goal", "met"}
@@ -101,7 +101,7 @@ def test_contents_are_known_by_id_and_repeat(form, pad):
 
 def test_goals_are_those_of_the_layout_that_shows_least():
     def pair(ours: float, verl: float) -> dict[str, Round]:
-        return {"databuffer": Round(ours, 10, 10), "verl": Round(verl, 10, 10)}
+        return {"databuffer": Round(ours, 10, 10, 10), "verl": Round(verl, 10, 10, 10)}
 
     results = {Case(160, 4, 2): [pair(1, 30)], Case(160, 2, 4): [pair(1, 19)], Case(40, 4, 2): [pair(1, 2)],
                Case(160, 4, 2, form=RAGGED): [pair(1, 50)]}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ from ranks import run_ranks
 from stores import client
 from walk import Builder, Walk, check_run, contents
 
+from benchmarks.group import peak_over
 from distflow.data.batch import Batch, Ragged, decode_text, encode_text, to_list
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather
+from distflow.data.redistribute import ROUND_BYTES
 from distflow.errors import ColumnError, RankMissing
 from distflow.plan import Layout, Plan
 from distflow.recovery.rank_status import RankStatus
@@ -105,9 +109,26 @@ def plans(draw) -> Plan:
 
 @pytest.mark.run
 @settings(max_examples=60)
-@given(plans(), st.integers(1, 7), st.sampled_from(["", "", "aabb", "abab", "abcd", "----", "aa--"]))
-def test_any_plan_on_four_ranks_of_any_machines(plan, batch, machines):
-    check_run(plan, batch, machines=machines)
+@given(plans(), st.integers(1, 7), st.sampled_from(["", "", "aabb", "abab", "abcd", "----", "aa--"]),
+       st.sampled_from([1, 40, ROUND_BYTES]))
+def test_any_plan_on_four_ranks_of_any_machines(plan, batch, machines, round_bytes):
+    check_run(plan, batch, machines=machines, round_bytes=round_bytes)
+
+
+def memory_of_a_move(plan: Plan) -> int:
+    """The bytes by which a rank's memory grows at most while 32 MiB go from rank 0 to rank 1, on another machine."""
+    rank, walker = dist.get_rank(), Walk(plan, 1)
+    with mock.patch.dict(os.environ, DISTFLOW_MACHINE=f"machine {rank}"):
+        walker.buffer.start(Batch(torch.arange(64 if rank == 0 else 0),
+                                  {"d_x": torch.ones(64, 2**17)} if rank == 0 else {}))
+        return peak_over(lambda: walker.buffer.take(plan.tasks[0]))
+
+
+def test_rows_for_other_machines_are_in_memory_twice_a_few_at_a_time():
+    plan = Builder(2, ONE, "d_x").node("a", "d_x", "", LAST).plan()
+    sender, receiver = run_ranks(2, memory_of_a_move, plan)
+    assert sender < 12 * 2**20
+    assert 30 * 2**20 < receiver < 44 * 2**20
 
 
 def balanced(plan: Plan) -> tuple[list[int], dict[str, float]]:
