@@ -211,13 +211,14 @@ def role_of(model, tokenizer, settings: RoleRun, source: Path | None = None, hea
 class Learner:
     """A role without its surroundings: the engine alone, and a sum over ranks. It samples at `temperature`."""
 
-    def __init__(self, head: str = "lm", temperature: float = 1.0, **settings: Any):
-        model = build_model(270, 0, layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32)
+    def __init__(self, head: str = "lm", temperature: float = 1.0, model: Any = None, **settings: Any):
+        model = model or build_model(270, 0, layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32)
         model = with_value_head(model) if head == "value" else model
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.engine = fsdp.FSDPEngine(model, RoleRun(learning_rate=1e-2, **settings), mesh, 0, 10,
                                       Role(trained=True, head=head))
         self.temperature, self.values, self.score = temperature, self.engine.values, self.engine.scores
+        self.step, self.version, self.balances = 0, 0, self.engine.balances
 
     def total(self, numbers: Tensor) -> Tensor:
         dist.all_reduce(numbers)

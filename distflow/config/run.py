@@ -214,6 +214,13 @@ class RoleRun(Document):
     generation: Generation = Generation()
     """How the role samples."""
 
+    @field_validator("max_grad_norm", mode="before")
+    @classmethod
+    def _is_a_bound(cls, value: Any) -> Any:
+        if value is None or value in (0, math.inf):  # which mean so elsewhere
+            raise ValueError("to scale no gradient down, take a bound that none exceeds:  max_grad_norm: 1e9")
+        return value
+
     @field_validator("min_learning_rate")
     @classmethod
     def _is_fallen_to(cls, value: float, info: ValidationInfo) -> float:

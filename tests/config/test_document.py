@@ -30,6 +30,8 @@ def test_required_values_have_stand_ins(text):
     ("output: ", "`output` must be text, not empty"), ("checkpoint: []", "`checkpoint` must be a mapping, not a list"),
     ("layouts: {a: 3}", "`layouts.a` must be a mapping, not 3"),
     ("staleness: -1", "`staleness` must be at least 0, not -1"),
+    *((f"roles: {{actor: {{max_grad_norm: {off}}}}}", "`roles.actor.max_grad_norm`: to scale no gradient down, take a "
+       "bound that none exceeds:  max_grad_norm: 1e9") for off in ("0", ".inf", "")),  # as Trainer and Megatron say it
     ("samples: -1", "`samples`: -1 is neither a number of rows, as 4, nor `all`"),
 ])
 def test_types_are_strict_and_named_in_plain_words(line, says):

@@ -155,6 +155,7 @@ class FSDPEngine(Trainer):
         self.pads = not self.policy.packs
         if trained and head == "lm":
             self.policy.balance = balance_of(model, context.join if context else None)
+            self.balances = self.policy.balance is not None
         if self.routers and self.pads:
             raise EngineError("`routing_replay` wants rows that are packed: no cp, images or layers with windows. Take "
                               "it out of `generation`")

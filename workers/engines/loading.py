@@ -155,7 +155,7 @@ def _load_folder(folder: Path, head: Head) -> PreTrainedModel:
     language = AutoModelForImageTextToText if vision else AutoModelForCausalLM
     kept = classifier if head == "value" else None
     model, report = _read(kept or language, folder, output_loading_info=True, ignore_mismatched_sizes=True, **_WEIGHTS)
-    model = _frozen_as_built(model)
+    model = _untied_as_loaded(_frozen_as_built(model))
     model = with_value_head(model) if head == "value" and not kept else model
     drawn = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
     _require_whole(model, folder, drawn, report["unexpected_keys"])
@@ -208,6 +208,15 @@ def _frozen_as_built(model: PreTrainedModel) -> PreTrainedModel:
     for name, parameter in built.named_parameters():
         if not parameter.requires_grad:
             model.get_parameter(name).requires_grad_(False)
+    return model
+
+
+def _untied_as_loaded(model: PreTrainedModel) -> PreTrainedModel:
+    """Let the configuration say that the head is one of its own, where the files have another than the embeddings:
+    transformers then keeps both, and other libraries go by the configuration."""
+    head, text = model.get_output_embeddings(), model.config.get_text_config()
+    if head is not None and getattr(head, "weight", None) is not model.get_input_embeddings().weight:
+        model.config.tie_word_embeddings = text.tie_word_embeddings = False
     return model
 
 

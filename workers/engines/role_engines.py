@@ -216,6 +216,11 @@ class RoleEngines:
         return self.engine.top_logprobs(prompts, responses, temperature, min(count, self.vocabulary), images)
 
     @property
+    def balances(self) -> bool:
+        """Whether rows without a loss of their own are trained too: see `Trainer.balances`."""
+        return self.engine.balances
+
+    @property
     def vocabulary(self) -> int:
         """How many tokens the model knows, the unused ones at its end too."""
         return self.config.get_text_config().vocab_size

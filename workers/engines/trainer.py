@@ -82,6 +82,7 @@ class Trainer(Reader):
 
     pads = False  # whether rows are computed as long as the longest of their micro-batch
     accumulates = True  # whether several calls of `accumulate` add up
+    balances = False  # whether each row has a gradient besides its loss's: that of a load-balancing loss
     version = 0  # number of optimizer steps and restores since the engine was created
     dp_group: dist.ProcessGroup  # one rank of each data-parallel share: they hold each row once
 

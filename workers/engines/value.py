@@ -61,6 +61,6 @@ def with_value_head(model: PreTrainedModel) -> PreTrainedModel:
     with torch.device("meta"):
         valued = kind(model.config)
     setattr(valued, valued.base_model_prefix, model.base_model)
-    valued.score = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
+    valued.score = nn.Linear(valued.score.in_features, 1, bias=False)  # OPT's may be narrower than its layers
     nn.init.zeros_(valued.score.weight)
     return valued.train(model.training)

@@ -156,7 +156,8 @@ def policy_update(
     for part in parts:
         chosen = with_token_weights(engine, rows.select(part), aggregate, fixed_length)
         chosen = high_entropy(engine, chosen, entropy_quantile) if entropy_quantile else chosen
-        optimize(engine, chosen if kl or entropy or own else _with_gradient(chosen), objective)
+        whole = kl or entropy or own or engine.balances
+        optimize(engine, chosen if whole else _with_gradient(chosen), objective)
         objective.end_step(engine)
 
 
@@ -202,8 +203,8 @@ def cross_entropy(logprobs_T: Tensor, _entropy_T: Tensor, micro: Batch) -> Tenso
 
 
 def _with_gradient(rows: Batch) -> Batch:
-    """Return the rows that have a gradient, and the first few. Without a KL or entropy term a row whose advantages are
-    all 0 has none. No bound is active on its tokens, which count as such."""
+    """Return the rows that have a gradient, and the first few. Without a KL, entropy or load-balancing term a row whose
+    advantages are all 0 has none. No bound is active on its tokens, which count as such."""
     advantages, mask = rows["advantages"], rows["mask"]
     chosen = torch.zeros(len(rows), dtype=torch.bool)
     chosen[advantages.row_of[advantages.values != 0]] = True

@@ -11,7 +11,7 @@ from columns import uneven_rows
 from engines.families import build
 from ranks import run_ranks
 from reported import reported
-from training import built, layered, loss_of, named_mesh, share_of
+from training import Learner, built, layered, loss_of, named_mesh, share_of
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from distflow.config.dag import Role
@@ -23,6 +23,7 @@ from workers.engines import attention
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.hf import HFRollout
 from workers.engines.routing import Routing, without_router_logits
+from workers.functions.updates import policy_update
 
 COEFFICIENT = 2.0
 
@@ -105,6 +106,16 @@ def test_micro_batches_weigh_as_much_as_they_have_tokens(mesh):
     assert reported(found)["router/aux_loss"] == pytest.approx(mean, rel=1e-5)
     for name, shard in engine.shards().items():
         assert numpy.allclose(shard.grad.full_tensor().numpy(), expected[name], atol=1e-5), name
+
+
+def test_rows_without_an_advantage_have_the_load_balancing_loss(mesh):
+    """As TRL has it (trl#6083); the update leaves out rows that have no other gradient."""
+    (loss,), _ = plain([0, 7])
+    role, rows, metrics = Learner(model=mixture()), uneven_rows(), Metrics()
+    logprobs = rows["responses"].with_values(torch.zeros(len(rows["responses"].values)))
+    with recording(metrics):
+        policy_update(role, rows["prompts"], rows["responses"], logprobs, torch.zeros(7), torch.arange(7))
+    assert reported(metrics)["router/aux_loss"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_replayed_rows_have_the_loss_of_whole_rows(mesh):

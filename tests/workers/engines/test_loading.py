@@ -175,6 +175,17 @@ def test_a_tokenizer_is_that_of_its_file_whatever_class_is_named(tmp_path, kind,
     assert "TokenizersBackend" not in (tmp_path / "saved/tokenizer_config.json").read_text()
 
 
+def test_the_configuration_of_a_head_of_its_own_says_so(tmp_path):
+    """transformers#42612: other libraries, Megatron and vLLM among them, would tie what the files have apart."""
+    build_model(270, 0, layers=1, hidden=64, heads=2, kv_heads=1).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for head, tied in ((tensors["model.embed_tokens.weight"].clone(), True), (torch.randn(270, 64), False)):
+        save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+        model = _load_folder(tmp_path, "lm")
+        assert model.config.tie_word_embeddings is tied
+        assert torch.equal(model.lm_head.weight, head)
+
+
 def test_a_prefix_of_all_names_is_told(tmp_path):
     """torch.compile's `_orig_mod.` and others: the head is tied, and no file has it."""
     build_model(270, 0, layers=1, hidden=64, heads=2, kv_heads=1).save_pretrained(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from columns import random_rows
+from transformers import OPTConfig, OPTForCausalLM
 
 from distflow.config.dag import Role
 from distflow.config.run import RoleRun
@@ -63,6 +64,17 @@ def test_a_new_head_is_zero_and_the_rest_is_the_models_own(model):
     for name, weight in weights.items():
         assert torch.equal(weight, before[name]), name
     assert valued.config.num_labels == 1
+
+
+def test_a_new_head_is_as_wide_as_what_it_reads():
+    """As of opt-350m, whose last states are projected to the width of its embeddings (DeepSpeedExamples#512)."""
+    config = OPTConfig(vocab_size=270, hidden_size=64, ffn_dim=96, num_hidden_layers=1, num_attention_heads=2,
+                       word_embed_proj_dim=32, do_layer_norm_before=False, max_position_embeddings=64)
+    model, batch = with_value_head(OPTForCausalLM(config).eval()), rows()
+    torch.nn.init.normal_(model.score.weight)
+    inputs = inputs_of(batch["prompts"], batch["responses"], 0, torch.device("cpu"))
+    found = [plain(model, *row) for row in zip(batch["prompts"].rows, batch["responses"].rows)]
+    assert torch.allclose(ValueModel(model)(*inputs)[1], torch.stack([score for _, score in found]), atol=1e-5)
 
 
 def test_the_head_is_not_rounded_with_the_model(mesh):

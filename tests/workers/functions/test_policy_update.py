@@ -31,7 +31,7 @@ Row = dict[str, Any]
 class Table:
     """A role whose model is a table of logits, trained by plain gradient descent; it notes what each step saw."""
 
-    version, step = 5, 2
+    version, step, balances = 5, 2, False
 
     def __init__(self, rows_at_once: int):
         self.logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)

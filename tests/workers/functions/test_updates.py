@@ -14,7 +14,7 @@ from workers.functions.updates import policy_update, supervised_update
 class Recorder:
     """A role that only notes which rows each optimizer step gets."""
 
-    step = 0
+    step, balances = 0, False
 
     def __init__(self):
         self.steps = []
