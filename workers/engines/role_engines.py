@@ -231,7 +231,8 @@ class RoleEngines:
         return self.engine.values(prompts, responses)
 
     def score(self, prompts: Ragged, responses: Ragged) -> Tensor:
-        """Return the value of each whole response [B], float32, at its last token (the prompt's if it has none)."""
+        """Return the value of each whole response [B], float32, at its last token (the prompt's if it has none) but
+        padding, which an end token may be for the model."""
         self._require("value", "score")
         return self.engine.scores(prompts, responses)
 

@@ -19,7 +19,8 @@ from workers.engines.policy import PackedRows, SharedPrompt, last_states
 
 class ValueModel(SharedPrompt):
     """Value head: `values` [T], read where each response token is predicted, and `scores` [B], read at the last token
-    (Ouyang et al. 2022, §3.5). It computes in float32: bfloat16 would round values to two or three digits."""
+    (Ouyang et al. 2022, §3.5) that is not the configuration's padding, where a classifier's own class reads it. It
+    computes in float32: bfloat16 would round values to two or three digits."""
 
     after_last = 1
 
@@ -29,6 +30,8 @@ class ValueModel(SharedPrompt):
         if not isinstance(score, nn.Linear) or score.out_features != 1:
             raise EngineError(f"{type(model).__name__} has no linear head `score` of one number, as a role with  "
                               "head: value  needs")
+        padding = model.config.get_text_config().pad_token_id
+        self.padding = -1 if padding is None else padding
 
     def run(self, tokens: Tensor, only_last: bool = False, **places) -> tuple[Tensor, Cache]:
         return last_states(self.model, tokens, only_last, **places)
@@ -47,7 +50,9 @@ class ValueModel(SharedPrompt):
         ends = (response_lengths + 1).cumsum(0) - 1
         before = torch.ones(len(all_values), dtype=torch.bool, device=ends.device)
         before[ends] = False
-        return all_values[before], all_values[ends]
+        places = torch.arange(1, responses.shape[1] + 1, device=ends.device)
+        read = (places <= response_lengths[:, None]) & (responses != self.padding)
+        return all_values[before], all_values[ends - response_lengths + (places * read).amax(1)]
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from distflow.config.dag import Role
 from distflow.config.run import RoleRun
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, Ragged
 from workers.engines.embedded import build_model
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.policy import inputs_of
@@ -53,6 +53,19 @@ def test_values_scores_and_gradients_equal_plain_forwards(chunks):
     assert torch.allclose(scores, ends, atol=1e-5)
     for name, parameter in model.named_parameters():
         assert torch.allclose(shared[name], parameter.grad, atol=1e-4), name
+
+
+@pytest.mark.parametrize("padding", [None, 0, 7])
+def test_a_score_is_read_where_the_models_own_class_reads_it(padding):
+    """Before an end token that pads, too, as in many reward models made of Llama 3 (transformers#35352)."""
+    model, prompts = built(), random_rows(6, 3)
+    model.config.pad_token_id = padding
+    responses = Ragged.from_rows([torch.tensor(row) for row in ([9, 7], [9, 7, 7], [7, 9, 8], [8], [9, 7, 8, 7])])
+    inputs = inputs_of(prompts.select(torch.tensor([0, 0, 0, 1, 1])), responses, 0, torch.device("cpu"))
+    values, scores = ValueModel(model)(*inputs)
+    whole = [torch.cat([prompts.rows[index // 3], row])[None] for index, row in enumerate(responses.rows)]
+    assert torch.allclose(scores, torch.cat([model(row).logits for row in whole])[:, 0], atol=1e-5)
+    assert len(values) == len(responses.values)
 
 
 def test_a_new_head_is_zero_and_the_rest_is_the_models_own(model):
