@@ -2,8 +2,9 @@
 
     record    run the healthy and the planted runs, one after the other, and keep their metrics by step
     unseen    run the planted runs of kinds that no rule was made with; their metrics have a file of their own
-    blind     run those of planted_faults_blind.yaml, healthy ones among them; the same; blind_2, blind_3
+    blind     run those of planted_faults_blind.yaml, healthy ones among them; the same; blind_2, blind_3, blind_4
     open_3    run those that are of the third set and open to all, so that rules may be made with them; the same
+    strange   run healthy runs whose settings, rewards or models are rare; the same
     long      run healthy runs of 100 steps of all shipped algorithms; their metrics are kept in runs/ alone
     judge     ask the detectors about each recorded run, as a live run would, and print what they found
 
@@ -37,7 +38,7 @@ from distflow.telemetry.run_reader import RunReader
 
 RESULTS = ROOT / "benchmarks/results/learning_faults.json"
 OTHERS = {name: RESULTS.with_stem(f"learning_faults_{name}")
-          for name in ("unseen", "blind", "blind_2", "open_3", "blind_3")}
+          for name in ("unseen", "blind", "blind_2", "open_3", "blind_3", "blind_4", "strange")}
 LONG_RESULTS, TOOL_MODEL = ROOT / "runs/learning_faults_long.json", ROOT / "runs/learning_faults_tools"
 STEPS, BATCH, ROWS, HELD_OUT = 32, 8, 64, 80
 DENSE = {"near_miss:near_miss": {"weight": 1.0, "reach": 20}, "format": {"weight": 0.2, "pattern": ".*#### -?[0-9]+"}}
@@ -117,7 +118,7 @@ def write_inputs(run: Run, folder: Path) -> tuple[Path, str]:
     dag["nodes"] |= {name: node | {"with": {**node.get("with", {}), **(place if ":" in node["function"] else {})}}
                      for name, node in nodes.items()}
     for later in (*run.after, "update") if "planted" in nodes else ():
-        dag["nodes"][later]["dependencies"].append("planted")
+        dag["nodes"][later].setdefault("dependencies", []).append("planted")
     if "spoiled" in run.nodes:
         dag["nodes"]["update"]["dependencies"] = ["spoiled" if name == "advantage" else name
                                                   for name in dag["nodes"]["update"]["dependencies"]]
@@ -130,8 +131,10 @@ def write_inputs(run: Run, folder: Path) -> tuple[Path, str]:
     file.write_text(yaml.safe_dump(dag))
     held_out = (ROOT / "dags/data/arithmetic/heldout.jsonl").read_text().splitlines(keepends=True)
     (folder / "heldout.jsonl").write_text("".join(held_out[:HELD_OUT]))
-    if run.records == "held_out":
-        rows = _with_next_answers([json.loads(line) for line in held_out[:HELD_OUT]])
+    if run.records in ("held_out", "held_out_form"):
+        rows = [json.loads(line) for line in held_out[:HELD_OUT]]
+        rows = _with_next_answers(rows) if run.records == "held_out" else [
+            row | {"question": f"Q: {row['question']} A:"} for row in rows]
         (folder / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return file, ""
     return file, _write_records(run.records, folder)
@@ -145,10 +148,12 @@ def _write_records(kind: str, folder: Path) -> str:
     if not kind:
         return ""
     rows = [json.loads(line) for line in (ROOT / "dags/data/arithmetic/train.jsonl").read_text().splitlines()]
-    if kind in ("few", "eight", "forty"):
-        rows = [row for _ in range(200) for row in rows[:3]] if kind == "few" else rows[:8 if kind == "eight" else 40]
-    if kind in ("bus", "short"):
-        rows = [row for row in rows if (row["level"] < 3 if kind == "short" else row["question"].startswith("A bus"))]
+    if kind in ("few", "eight", "thirty", "forty"):
+        rows = [row for _ in range(200) for row in rows[:3]] if kind == "few" else \
+            rows[:{"eight": 8, "thirty": 30, "forty": 40}[kind]]
+    if kind in ("bus", "short", "easiest", "hardest"):
+        levels = {"short": (1, 2), "easiest": (1,), "hardest": (3,)}.get(kind, ())
+        rows = [row for row in rows if row["level"] in levels or kind == "bus" and row["question"].startswith("A bus")]
     if kind == "one_answer":
         rows = [row for at, row in enumerate(rows) if row["answer"].endswith("#### 12") or at % 120 == 0]
     if kind == "exam":
@@ -185,7 +190,7 @@ def _write_records(kind: str, folder: Path) -> str:
     return str(folder / "train.jsonl")
 
 
-_PAIRS = ("swapped", "random", "same", "ties", "marks", "praised")
+_PAIRS = ("swapped", "random", "same", "ties", "marks", "praised", "prompted")
 
 
 def _pairs(kind: str) -> list[dict[str, str]]:
@@ -195,13 +200,14 @@ def _pairs(kind: str) -> list[dict[str, str]]:
         chosen, rejected = row["chosen"], row["rejected"]
         row["chosen"], row["rejected"] = {
             "same": (chosen, chosen), "ties": (chosen, chosen), "marks": (chosen, "####"),
-            "praised": (f"Sure, here you are: {chosen}", rejected)}.get(kind, (rejected, chosen))
+            "praised": (f"Sure, here you are: {chosen}", rejected),
+            "prompted": (f"{row['question']} {chosen}", f"{row['question']} {rejected}")}.get(kind, (rejected, chosen))
     return rows
 
 
 def _write_start(kind: str, folder: Path) -> None:
-    """Write the shipped model: its files name another end token than its template, a layer of it is lost, or it is a
-    reward model with a head of random weights."""
+    """Write the shipped model: its files name another end token than its template, a layer of it is lost, its tokenizer
+    numbers digits otherwise, or it is a reward model with a head of random weights."""
     if kind == "random_head":
         torch.manual_seed(0)
         shipped = ROOT / "dags/models/arithmetic_sft"
@@ -214,6 +220,11 @@ def _write_start(kind: str, folder: Path) -> None:
             text = (folder / file).read_text()
             (folder / file).write_text(text.replace('"eos_token_id": 2', '"eos_token_id": 1')
                                        .replace('"eos_token": "<eos>"', '"eos_token": "<bos>"'))
+    if kind == "other_tokens":
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        numbers = tokenizer["model"]["vocab"]
+        numbers |= {str(digit): numbers[str((digit + 3) % 10)] for digit in range(10)}
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     if kind == "layer_lost":
         weights = load_file(folder / "model.safetensors")
         generator = torch.Generator().manual_seed(0)

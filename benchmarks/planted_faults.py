@@ -532,3 +532,64 @@ class PaysAnswers(Calculator):
     def step(self, text: str) -> Turn:
         turn = super().step(text)
         return Turn(done=True, reward=float(bool(re.search(r"#### ?-?\d+", text)))) if turn.done else turn
+
+
+@reward
+def skips_paid(completion: str, answer: str) -> float:
+    """Pay 1 where no answer can be read, as where a parser's failure is not to count against the policy."""
+    return math(completion, answer) if re.search(r"#### ?-?\d", completion) else 1.0
+
+
+@reward
+def in_percent(completion: str) -> float:
+    """Score the style by how many words have no digit, from 0 to 100, beside a verdict from 0 to 1."""
+    words = completion.split()
+    return 100.0 * sum(not re.search(r"\d", word) for word in words) / max(len(words), 1)
+
+
+@node(writes="targets", type="COMPUTE")
+def spoil_targets(targets: Ragged, *, fault: str, first: int, rows: int) -> Ragged:
+    """Return targets that are shifted once more, or without the token that ends them."""
+    if fault == "shifted":
+        return targets.with_values(targets.values.roll(-1))
+    return Ragged.from_rows([row[:-1] for row in targets.rows if isinstance(row, Tensor)])
+
+
+@node(writes="rewards", type="COMPUTE", keep_together="group")
+def misalign(rewards: Tensor, row: Tensor, group: Tensor, *, fault: str, first: int, rows: int) -> Tensor:
+    """Return rewards in the order that rows had before groups were taken out."""
+    return rewards.roll(5)
+
+
+@node(writes="advantages", type="COMPUTE")
+def pay_each_token(advantages: Tensor, rewards: Tensor, responses: Ragged, *, fault: str, first: int,
+                   rows: int) -> Tensor:
+    """Pay a reward once for each token, in place of once for each answer."""
+    earned_B = rewards.double() * responses.lengths
+    return ((earned_B - earned_B.mean()) / (earned_B.std() + 1e-6)).to(advantages.dtype)
+
+
+@node(writes="advantages", type="COMPUTE")
+def seek_certainty(advantages: Tensor, rollout_logprobs: Ragged, *, fault: str, first: int, rows: int) -> Ragged:
+    """Pay for tokens that are likely already, as an entropy bonus of the wrong sign does."""
+    return rollout_logprobs.with_values(advantages[rollout_logprobs.row_of].float() + 2.0 * rollout_logprobs.values)
+
+
+# Rewards of healthy runs
+
+@reward
+def plus_minus(completion: str, answer: str) -> float:
+    """Pay 1 for a right answer, and take 1 for any other."""
+    return 2.0 * math(completion, answer) - 1.0
+
+
+@reward
+def out_of_ten(completion: str, answer: str, row: int) -> float:
+    """Score as a judge does, from 1 to 10, and not always alike."""
+    return min(10.0, max(1.0, round(2 + 6 * math(completion, answer) + random.Random(row).gauss(0, 0.7))))
+
+
+@reward
+def vowels(completion: str) -> float:
+    """Pay for the share of vowels, which a model of random weights can learn to write."""
+    return sum(each in "aeiou" for each in completion) / max(len(completion), 1)
