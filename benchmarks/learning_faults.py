@@ -34,6 +34,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from benchmarks.ratio import Spread, conclude
 from benchmarks.runs import ROOT, run_once
 from distflow.telemetry.learning import LearningFault, faults_of, main_fault, with_start
+from distflow.telemetry.learning_series import Doubt
 from distflow.telemetry.run_reader import RunReader
 
 RESULTS = ROOT / "benchmarks/results/learning_faults.json"
@@ -43,7 +44,7 @@ LONG_RESULTS, TOOL_MODEL = ROOT / "runs/learning_faults_long.json", ROOT / "runs
 STEPS, BATCH, ROWS, HELD_OUT = 32, 8, 64, 80
 DENSE = {"near_miss:near_miss": {"weight": 1.0, "reach": 20}, "format": {"weight": 0.2, "pattern": ".*#### -?[0-9]+"}}
 COMMON = (f"data.batch={BATCH}", "roles.actor.warmup_steps=4", "checkpoint.every=0", "report=false",
-          "validation.every=6", "robust.snapshots=false", "preflight=false", "log=[]",
+          "validation.every=6", "robust.snapshots=false", "log=[]",
           "roles.actor.schedule=constant", "roles.actor.learning_rate=1e-4")
 LEFT_OUT = ("seconds", "tokens", "data/b", "data/i", "data/v", "samples_total", "memory", "snapshot", "wall",
             "all_tokens", "weights", "staleness/t", "waiting", "checkpoint", "reward/retried", "reward/seconds", "mfu")
@@ -254,7 +255,10 @@ def record(names: Sequence[str], runs: Sequence[Run], results: Path = RESULTS) -
             done = Path(scratch) / "it"
             if (done / "metrics.jsonl").exists():
                 known[run.name] = _series(run, done)
-                _write_results(known, results)
+            elif _REFUSED in ending:
+                told = ending.partition(_REFUSED)[0].replace(scratch, "").strip().rpartition("\n\n")
+                known[run.name] = {"first": run.first, "steps": 0, "refused": told[0][-2000:] + told[2]}
+            _write_results(known, results)
             print(f"{run.name}: {ending}, {time.time() - began:.0f} s", flush=True)
 
 
@@ -288,6 +292,9 @@ def _launch(run: Run, scratch: Path) -> str:
     return "ended"
 
 
+_REFUSED = "Preflight has found this"  # words of a start that its proofs have ended
+
+
 def _series(run: Run, folder: Path) -> dict[str, Any]:
     """Return the metrics of a run by name, each a value a step or null, and its settings."""
     reader = RunReader(folder)
@@ -295,7 +302,8 @@ def _series(run: Run, folder: Path) -> dict[str, Any]:
     names = sorted({name for line in steps for name in line if not name.startswith(LEFT_OUT)} - {"step"})
     settings = {key: value for key, value in reader.settings().items()
                 if key.startswith(KEPT) and "/" not in f"{key}{value}"}
-    return {"first": run.first, "settings": settings, "steps": len(steps),
+    doubts = [{"text": each.replace(f"{folder.parent}/", ""), **vars(each)} for each in reader.doubts()]
+    return {"first": run.first, "settings": settings, "steps": len(steps), "doubts": doubts,
             "series": {name: [line.get(name) if name == "response/fingerprint" else _short(line.get(name))
                               for line in steps] for name in names}}
 
@@ -316,6 +324,11 @@ def _lines(run: dict[str, Any]) -> list[dict[str, Any]]:
             for at in range(run["steps"])]
 
 
+def said_of(run: dict[str, Any]) -> list[LearningFault]:
+    """Return what the detectors say of a recorded run."""
+    return faults_of(_lines(run), run["settings"], None, [Doubt(**each) for each in run.get("doubts", ())])
+
+
 def judge(results: Path) -> None:
     """Print what the detectors say of each recorded run, and how good that is."""
     recorded: dict[str, Any] = json.loads(results.read_text())
@@ -323,7 +336,14 @@ def judge(results: Path) -> None:
     late, steps, said = list[int](), 0, dict[str, list[str]]()  # runs by verdict
     began = time.process_time()
     for name, run in recorded.items():
-        found, first = faults_of(_lines(run), run["settings"]), run["first"]
+        if "refused" in run:
+            words = planned[name].named.split("|")
+            verdict = "false alert" if not run["first"] else "right" if any(
+                word in run["refused"] for word in words) else "other cause"
+            said.setdefault(verdict, []).append(name)
+            print(f"{name:28} {verdict:12} refused before the start")
+            continue
+        found, first = said_of(run), run["first"]
         steps += run["steps"]
         early = [fault for fault in found if fault.step < first or not first]
         since = [fault for fault in found if fault not in early]

@@ -28,9 +28,14 @@ def test_a_run_records_what_it_has_proved(launch, workspace):
     assert event["proved"] == {"data": 10, "rewards": 10, "tokens": 10, "models": 6}
     assert event["rank"] == event["step"] == 0
     assert sum(event["seconds"].values()) < 5
-    (doubt,) = [doubt for doubt in event["doubts"] if "brevity" in doubt]
-    assert "pays an empty answer no less than the answer of each of the first 3 records" in doubt
-    assert f"note: {doubt}" in done.stdout
+    (doubt,) = [doubt for doubt in event["doubts"] if "brevity" in doubt["text"]]
+    assert "pays an empty answer no less than the answer of each of the first 3 records" in doubt["text"]
+    assert (doubt["kind"], doubt["share"], doubt["change"]) == ("wrong_paid", 1.0, "A model learns from it to say "
+                                                                "nothing.")
+    assert f"note: {doubt['text']}" in done.stdout
+    detected = [each["what"] for each in events_of(workspace / "runs/proved")
+                if each["event"] == "reward_against_answers"]
+    assert any("brevity" in what for what in detected)
 
 
 def test_a_run_without_preflight_says_so(launch, workspace):

@@ -119,6 +119,8 @@ class Sink:
                 self._say(line)
         if self.over:
             self._say(f"{self.plan.name}  step {step}: it has ended before its last step: {self.over}")
+        if self.learning:
+            self.learning.series.doubts = RunReader(self.path).doubts()
         if not self.resumed:
             self._validate(step)
             self._note_validations()

@@ -39,6 +39,7 @@ from distflow.data.problems import (
 )
 from distflow.data.rendering import check_rendering
 from distflow.errors import Diagnostic, InvalidInput
+from distflow.telemetry.learning_series import Doubt
 
 _CHECKED = 200_000
 _CHECKED_IMAGES = 200
@@ -91,8 +92,10 @@ def _overlap_note(training: tuple[str, Records], tested: tuple[str, Records], fo
     (name, trained), (other, held_out) = training, tested
     near = f", and {found.near:,} others nearly so ({NEAR:.0%} of runs of eight letters are)" if found.near else ""
     places = ", ".join(f"{held_out.location(there)} is {trained.location(here)}" for here, there in found.examples)
-    return [f"{found.exact:,} of the {len(held_out):,} questions of {other} are in the training set {name}{near}, so "
-            f"that what is trained is validated: {places}"] if found.exact or found.near else []
+    text = f"{found.exact:,} of the {len(held_out):,} questions of {other} are in the training set {name}{near}, so " \
+           f"that what is trained is validated: {places}"
+    share = (found.exact + found.near) / len(held_out)
+    return [Doubt(text, "held_out_trained", share)] if share else []
 
 
 def open_validation_sets(spec: Spec) -> dict[str, Records]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from distflow.telemetry import learning_curves, learning_table
 from distflow.telemetry.learning_causes import explained
-from distflow.telemetry.learning_series import RULES, Evidence, Rows, Rule, Series
+from distflow.telemetry.learning_series import RULES, Doubt, Evidence, Rows, Rule, Series
 
 __all__ = ["RULES", "learning_curves", "learning_table"]  # which fill the table
 
@@ -60,9 +60,10 @@ class LearningMonitor:
     """Asks all rules after each step. actions: what to do by detector, `note` where nothing is said. settings: of the
     run, for the lines that are to change."""
 
-    def __init__(self, actions: Mapping[str, object] | None = None, settings: Mapping[str, str] | None = None):
+    def __init__(self, actions: Mapping[str, object] | None = None, settings: Mapping[str, str] | None = None,
+                 doubts: Sequence[Doubt] = ()):
         self.actions = actions or {}
-        self.series = Series(settings)
+        self.series = Series(settings, doubts)
         self.seen: dict[str, int] = {}  # the last step of which each detector had evidence
 
     def look(self, step: int, metrics: Mapping[str, float]) -> Iterator[LearningFault]:
@@ -82,9 +83,9 @@ class LearningMonitor:
 
 
 def faults_of(steps: Iterable[Mapping[str, float]], settings: Mapping[str, str] | None = None,
-              actions: Mapping[str, object] | None = None) -> list[LearningFault]:
+              actions: Mapping[str, object] | None = None, doubts: Sequence[Doubt] = ()) -> list[LearningFault]:
     """Return the faults of a recorded run: `steps` have the metrics of each and its number as `step`."""
-    monitor = LearningMonitor(actions, settings)
+    monitor = LearningMonitor(actions, settings, doubts)
     return [fault for line in with_start(steps) for fault in monitor.look(int(line["step"]), line)]
 
 

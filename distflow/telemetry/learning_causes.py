@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from distflow.telemetry.learning_facts import FACTS, IMITATION, PAID, Seen, role_of
+from distflow.telemetry.learning_facts import DOUBTS, FACTS, IMITATION, PAID, Seen, doubted, role_of
 from distflow.telemetry.learning_series import (
     FIRST,
     RECENT,
@@ -363,8 +363,6 @@ CAUSES = (
           "least in part: its correlation with right answers is {0:.2f}", PAID, _HELD),
     Cause(_again, "the model learns its few records by heart: each has been trained {0:.0f} times",
           "more records in  data.train , fewer steps, a lower rate", _HELD),
-    Cause(_read_all("prompt/in_answer", 0.3), "{0:.0%} of the answers that are learnt repeat their question, so that "
-          "the model writes the question first", "take the question out of the answers of  data.train", _HELD),
     Cause(_read_all("prompt/unmarked", 0.3), "{0:.0%} of the answers that are learnt lack the mark (`####`, "
           "`\\boxed{{}}`) by which held-out ones are read: they have another form",
           "mark the final answers of  data.train", _HELD),
@@ -423,9 +421,10 @@ def explained(series: Series, detector: str, seen: Evidence, symptom: bool) -> E
     if seen.sure:
         return seen
     odd = [each for each in unusual(series) if symptom or each.fix.partition("=")[0] not in seen.remedy][:2]
-    facts = [(each.alerts, fact) for each in FACTS if symptom and (fact := each.look(series))]
+    facts = [(True, fact) for kind in DOUBTS if symptom and (fact := doubted(series, kind))]
+    facts += [(bool(each.alerts), fact) for each in FACTS if symptom and (fact := each.look(series))]
     told = {sure: [(f"{fact.what[0].lower()}{fact.what[1:]}: {fact.cause}", fact.remedy)
-                   for alerts, fact in facts if bool(alerts) == sure] for sure in (True, False)}
+                   for alerts, fact in facts if alerts == sure] for sure in (True, False)}
     changed, found = list[tuple[str, str]](), list[tuple[str, str]]()
     for cause in CAUSES:
         if (detector in cause.explains.split() if cause.explains else symptom) and \

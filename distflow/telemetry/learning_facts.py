@@ -1,11 +1,15 @@
-"""Facts that no healthy run on record has had, which are known before or at a run's first steps: of its models, data,
-validation, rewards and DAG. What goes wrong later most probably follows from one of them.
+"""Facts that no healthy run on record has had, which are known before or at a run's first steps. What goes wrong later
+most probably follows from one of them.
+
+    DOUBTS    what preflight has noted of data and rewards
+    FACTS     what the first steps say of models, data, validation, rewards and the DAG
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from distflow.telemetry.learning_series import (
@@ -23,6 +27,39 @@ IMITATION = {"supervised_update", "reward_update", "distillation_update", "disti
 PAID = "try the reward on a few completions of samples.jsonl, and change  nodes.reward.with.reward"
 Seen = tuple[object, ...] | bool | None
 """Values for the texts of a fact or cause; nothing where it is none."""
+
+
+class Noted(NamedTuple):
+    """What follows from a kind of `Doubt`. alerts: the detector that says it without a symptom; "": it explains
+    symptoms alone. least: share of the records from which on it counts."""
+
+    origin: Origin
+    alerts: str
+    least: float
+    does: str
+
+
+DOUBTS = {
+    "held_out_trained": Noted(Origin.DATA, "leaking_prompts", 0.1, "validation measures what was learnt by heart"),
+    "same_answer": Noted(Origin.DATA, "one_answer", 0.5, "one answer earns everywhere, and nothing else is learnt"),
+    "other_field": Noted(Origin.DATA, "one_answer", 0.5, "another field is learnt, or compared with, than was meant"),
+    "answer_in_question": Noted(Origin.DATA, "leaking_prompts", 0.5, "the policy copies answers from their prompts"),
+    "question_in_answer": Noted(Origin.DATA, "data_lost", 0.5, "the model learns to write the question first"),
+    "pairs_contradict": Noted(Origin.DATA, "pairs_contradict", 0.2, "such pairs teach nothing, or what is worse"),
+    "texts_cut": Noted(Origin.DATA, "", 0.2, "what is cut off is neither read nor learnt"),
+    "unanswerable": Noted(Origin.DATA, "answers_not_found", 0.2, "nothing is ever earned with such a prompt"),
+    "wrong_paid": Noted(Origin.REWARD, "reward_against_answers", 0.5, "the reward pays wrong answers, too, and the "
+                        "policy finds the cheapest"),
+    "right_unpaid": Noted(Origin.REWARD, "", 0.5, "right answers do not earn what they should"),
+    "paid_alike": Noted(Origin.REWARD, "", 0.5, "the reward does not depend on the answer, or reads another form"),
+}
+
+
+def doubted(series: Series, kind: str) -> Evidence | None:
+    """Return what preflight has noted of a kind, with what follows from it."""
+    doubt = next((each for each in series.doubts if each.kind == kind and each.share >= DOUBTS[kind].least), None)
+    return doubt and Evidence(series.steps[0], series.goal[0], f"Before the start: {doubt.removesuffix(doubt.change)}"
+                              .rstrip(" ."), DOUBTS[kind].does, doubt.change or "what it names", sure=True)
 
 
 def role_of(key: str) -> str:
@@ -50,21 +87,31 @@ class Fact(NamedTuple):
 
 
 def _untrained_model(series: Series) -> Seen:
-    """Return the role that begins with random weights, where these are frozen, or nothing shows them what is right."""
-    key, _ = series.setting("roles.*.model.architecture")
-    role, shown = f"roles.{role_of(key)}", bool(series.functions & (IMITATION | {"preference_update"}))
-    kept = [f"`{role}.{name}`" for name in ("lora.rank", "freeze") if
-            series.settings.get(f"{role}.{name}", "null") not in ("null", "[]")]
-    if key.count("*") or not kept and (shown or role_of(key) != series.trained_role):
-        return None
-    return key, f", and {kept[0]} keeps most of them frozen" if kept else ", and rewards teach only what a model " \
-        "already does now and then"
+    """Return the role that begins with random weights, where these stay, or nothing is ever earned with them."""
+    frozen = [value for key, value in series.settings.items() if key.endswith(".model.architecture") and
+              series.settings.get(f"roles.{role_of(key)}.trained") != "true"]
+    for key in series.keys("roles.*.model.architecture"):
+        role = f"roles.{role_of(key)}"
+        kept = [f"`{role}.{name}`" for name in ("lora.rank", "freeze") if
+                series.settings.get(f"{role}.{name}", "null") not in ("null", "[]")]
+        if kept:
+            return key, f", and {kept[0]} keeps most of them frozen"
+        if "null" not in frozen and series.settings.get(f"{role}.trained") != "true":
+            return key, ", and nothing trains it"
+        if role_of(key) == series.trained_role and _unearned(series, 0.95):
+            return key, ", and rewards teach only what a model already does now and then"
+    return None
+
+
+def _unearned(series: Series, share: float) -> bool:
+    """Whether in so many groups of the first steps all samples earn the same."""
+    return len(series.steps) >= 8 and series.start(f"{series.reward.partition('/')[0]}/zero_std_groups", 8) > share
 
 
 def _random_start(series: Series) -> Seen:
     """Return the entropy of the first steps, if it is that of a model that does not know the task."""
     entropy, usual = series.start("policy/entropy", RECENT), series.setting_of_role("generation.temperature", 1) <= 1.2
-    return entropy > 1 and usual and bool(series.known(series.reward)) and \
+    return entropy > 1 and usual and _unearned(series, 0.6) and \
         series.start("response/has_answer", RECENT) < 0.05 and (entropy,)
 
 
@@ -73,7 +120,7 @@ def _scored_otherwise(series: Series) -> Seen:
     by, held_out = series.settings.get("validation.reward", ""), [
         value for name in series.known_names("validation/") for _, value in series.known(name)]
     other = f"reward/{by.rpartition(':')[2]}" not in series.known_names("reward/")
-    return len(held_out) >= 2 and max(held_out) <= 0 and series.start("response/has_answer") > 0.1 and other and \
+    return len(held_out) >= 3 and max(held_out) <= 0 and series.start("response/has_answer") > 0.25 and other and \
         not series.known("environment/turns") and (by,)
 
 
@@ -93,8 +140,9 @@ def _wrong_pays(series: Series) -> Seen:
     """Return what the best wrong answers and the right ones earn, if that is the same in most of the steps."""
     most, right = dict(series.known("earned/wrong_max")), dict(series.known("earned/right"))
     as_much = [step for step in right if most.get(step, -math.inf) >= right[step] > 0]
-    return len(right) >= 8 and len(as_much) > 0.3 * len(right) and (middle([most[step] for step in as_much]),
-                                                                    middle([right[step] for step in as_much]))
+    usual = series.start("earned/wrong", 8) > 0.15 * series.start("earned/right", 8)  # equal answers in other words
+    return usual and len(as_much) > 0.3 * len(right) and (middle([most[step] for step in as_much]),
+                                                          middle([right[step] for step in as_much]))
 
 
 def _counts_more(series: Series) -> Seen:
@@ -128,30 +176,31 @@ def _uncorrected(series: Series) -> Seen:
 
 
 def _filtered_late(series: Series) -> Seen:
-    """Return the node that fines answers before groups are filtered by what they earn."""
+    """Return the node that fines answers before groups are filtered by what they earn, if it fines many."""
     of = {series.settings[key]: key.split(".")[1] for key in series.keys("nodes.*.function")}
     late, fine = of.get("informative_groups", ""), of.get("overlong_penalty", "")
     after = late and f'"{fine}"' in series.settings.get(f"nodes.{late}.dependencies", "")
-    return bool(fine) and bool(after) and (late, fine)
+    return bool(fine) and bool(after) and series.start("reward/overlong", RECENT) > 0.1 and (late, fine)
 
 
 def _other_target(series: Series) -> Seen:
-    """Return what the critic says on average and what is earned, if it has learnt and both differ."""
-    gamma = min((series.number(key, 1.0) for key in series.keys("nodes.*.with.gamma")), default=1.0)
+    """Return what the critic says on average and what is earned, if its loss is less than this gap would make it."""
+    gamma, lam = (min((series.number(key, 1.0) for key in series.keys(f"nodes.*.with.{name}")), default=1.0)
+                  for name in ("gamma", "lam"))
     said, earned = series.recent("value/mean", 4), series.recent(series.reward, 8)
-    kept = series.number("roles.critic.learning_rate", 1e-5) > 1e-7
-    return len(series.steps) >= 16 and gamma >= 0.99 and kept and abs(said) < 0.4 * abs(earned) and \
-        abs(earned) > 0.1 and series.recent("value/loss") > 0 and said != 0 and (said, earned)
+    reach = min(1.0, 1 / max(1e-9, (1 - lam) * series.recent("response/length")))  # how much of it returns hold
+    return len(series.steps) >= 16 and gamma >= 0.99 and abs(said) < 0.4 * abs(earned) and \
+        series.recent("value/loss") < 0.4 * (reach * (earned - said)) ** 2 and (said, earned)
 
 
 def _all_told(series: Series) -> Seen:
-    told = series.start("environment/told", 8)
-    return told > 0.8 and (told,)
+    told = series.start("environment/told", 8)  # by a tool that gives it away: also where calls are wrong
+    return told > max(0.8, series.start("environment/reward", 8) + 0.1) and (told,)
 
 
 def _swapped_fields(series: Series) -> Seen:
-    marked = series.start("prompt/marked", 3)
-    return marked > 0.5 and (marked,)
+    marked = series.start("prompt/marked", 3)  # as prompts with solved examples are, whose answers are marked, too
+    return min(series.start("prompt/unmarked", 3), marked) > 0.5 and (marked,)
 
 
 def _frozen(series: Series) -> Seen:
@@ -170,7 +219,7 @@ FACTS = (
          "length alone tells them apart, and the model learns to write {0} ones, not better ones",
          "pairs of like length in  data.train"),
     Fact(Origin.DATA, "unusual_setting", _untrained_model, "`{0}` begins with random weights{1}",
-         "the model is untrained: it cannot learn the task from there", _TRAINED),
+         "the model is untrained: nothing can be learnt from there, or from it", _TRAINED),
     Fact(Origin.DATA, "unusual_setting", _random_start, "The policy begins with {0:.2g} nats of entropy and hardly a "
          "right answer", "the starting model is not trained for this task, or some of its weights were not loaded",
          f"the files of  roles.actor.model ; or {_TRAINED}"),
@@ -214,6 +263,9 @@ FACTS = (
 )
 
 
+for _kind, _noted in DOUBTS.items():
+    if _noted.alerts:
+        add_rule(_noted.alerts, partial(doubted, kind=_kind), rows="high", origin=_noted.origin)
 for _fact in FACTS:
     if _fact.alerts:
         add_rule(_fact.alerts, _fact.look, rows="high", origin=_fact.origin)

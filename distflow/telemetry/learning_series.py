@@ -23,12 +23,23 @@ _OF_NORMAL = 1.4826  # standard deviations in the median absolute deviation of n
 _REMEMBERED = 400  # steps that rules see
 
 
-class Series:
-    """The metrics of a run's last steps, by name, a value a step or None. settings: of the run, as `section.key`."""
+class Doubt(str):
+    """A note on a run's inputs, made before its start. kind: one of `learning_facts.DOUBTS`, "" if nothing that is
+    learnt goes wrong for it; share: of the records that it is about; change: how its text ends."""
 
-    def __init__(self, settings: Mapping[str, str] | None = None):
+    def __new__(cls, text: str, kind: str = "", share: float = 0.0, change: str = "") -> Doubt:
+        self = super().__new__(cls, text)
+        self.kind, self.share, self.change = kind, share, change
+        return self
+
+
+class Series:
+    """The metrics of a run's last steps, by name, a value a step or None. settings: of the run, as `section.key`;
+    doubts: of its inputs, before it started."""
+
+    def __init__(self, settings: Mapping[str, str] | None = None, doubts: Sequence[Doubt] = ()):
         self.steps: list[int] = []
-        self.settings = settings or {}
+        self.settings, self.doubts = settings or {}, doubts
         self._values: dict[str, list[float | None]] = {}
         self._keys: dict[str, list[str]] = {}
 

@@ -59,7 +59,7 @@ def _faults(reader: RunReader, steps: list[dict[str, float]]) -> list[dict[str, 
     """Return what the detectors of learning say of a run, for its curves."""
     settings = reader.settings()
     return [{"detector": fault.detector, "step": fault.step, "what": fault.sentence, **fault.facts}
-            for fault in faults_of(steps, settings, actions_of(settings))]
+            for fault in faults_of(steps, settings, actions_of(settings), reader.doubts())]
 
 
 def write_report(folders: Sequence[Path], file: Path) -> int:

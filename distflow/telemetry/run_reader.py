@@ -18,6 +18,7 @@ import yaml
 
 from distflow.config.yaml_syntax import BoundedLoader
 from distflow.errors import Diagnostic, InvalidInput, listing, nearest
+from distflow.telemetry.learning_series import Doubt
 from distflow.telemetry.run_lock import in_use
 
 SUMMARY = "summary.json"  # exists once a run has finished
@@ -33,6 +34,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "worker_ready": {"attempt": 0, "host": "", "pid": 0, "began": 0, "seconds": {"connect": 0.0, "load": 0.0}},
     "run_stopped": {"after_step": 0}, "settings_changed": {"settings": {}}}
 """Fields of events that are read, with what stands for one that is missing or of another type."""
+_DOUBT = {"text": "", "kind": "", "share": 0.0, "change": ""}
 Row = dict[str, Any]
 
 
@@ -149,6 +151,12 @@ class RunReader:
         if (self.folder / SUMMARY).is_file():
             return "has finished"
         return "is running" if in_use(self.folder) else "is not running"
+
+    def doubts(self) -> list[Doubt]:
+        """Return what was doubted of the run's inputs before it started; older versions have recorded texts alone."""
+        found = (doubt for event in self.rows("events") if event["event"] == "preflight"
+                 for doubt in event.get("doubts") or ())
+        return [Doubt(*map(doubt.get, _DOUBT)) if _is_like(doubt, _DOUBT) else Doubt(str(doubt)) for doubt in found]
 
     def settings(self) -> dict[str, str]:
         """Return the settings of the run as `section.key: value`."""

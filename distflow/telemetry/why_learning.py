@@ -26,7 +26,7 @@ _EVENTS = ("failure", "settings_changed", "state_restored", "reward_failed", "en
 def learning(reader: RunReader) -> Iterator[str]:
     """Say what went wrong with the learning of a run, or that nothing did, with its typical step."""
     steps = [*with_start(reader.steps())]
-    faults = faults_of(steps, reader.settings(), actions_of(reader.settings()))
+    faults = faults_of(steps, reader.settings(), actions_of(reader.settings()), reader.doubts())
     main = main_fault(faults)
     if main is None:
         yield f"Nothing is wrong with its learning in {len(steps)} step{'s' * (len(steps) != 1)}. {_typical(steps)}"
@@ -55,8 +55,7 @@ def learning(reader: RunReader) -> Iterator[str]:
 
 def _doubts(reader: RunReader) -> Iterator[str]:
     """Yield what was doubted of the run's inputs before it started, which may be the cause."""
-    doubts = dict.fromkeys(doubt for event in reader.rows("events") if event["event"] == "preflight"
-                           for doubt in event.get("doubts") or ())
+    doubts = dict.fromkeys(reader.doubts())
     if doubts:
         yield "Noted before its start:"
         yield from (f"  {doubt}" for doubt in doubts)

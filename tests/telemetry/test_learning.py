@@ -14,7 +14,8 @@ from harness import ROOT
 from distflow.contracts.detectors import learning_detectors
 from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
 from distflow.telemetry.learning import LearningFault, faults_of, main_fault
-from distflow.telemetry.learning_series import RULES
+from distflow.telemetry.learning_facts import DOUBTS
+from distflow.telemetry.learning_series import RULES, Doubt
 from distflow.telemetry.learning_table import READINGS
 
 HEALTHY = {"reward/mean": 0.5, "reward/std": 0.45, "reward/zero_std_groups": 0.4, "reward/length_correlation": 0.1,
@@ -112,19 +113,24 @@ FRESH = SYNC | {"roles.actor.model.architecture": "qwen3"}
 
 
 @pytest.mark.parametrize(("changed", "settings", "detector", "cause"), [
-    ({"prompt__marked": 1.0}, SYNC, "data_lost", "changed places"),
-    ({}, FRESH, "unusual_setting", "untrained"),
+    ({"prompt__marked": 1.0, "prompt__unmarked": 1.0}, SYNC, "data_lost", "changed places"),
+    ({"reward__zero_std_groups": 1.0}, FRESH, "unusual_setting", "untrained"),
+    ({}, FRESH | {"roles.actor.lora.rank": "16"}, "unusual_setting", "untrained"),
+    ({}, SYNC | {"roles.teacher.model.architecture": "qwen3", "roles.teacher.trained": "false"}, "unusual_setting",
+     "untrained"),
     ({}, {"roles.reward.trained": "true", "roles.reward.model.architecture": "qwen3", "roles.reward.freeze": '["m.*"]',
           "nodes.update.function": "preference_update"}, "unusual_setting", "untrained"),
-    ({"policy__entropy": 1.4, "response__has_answer": 0.02}, SYNC, "unusual_setting", "not loaded"),
+    ({"policy__entropy": 1.4, "response__has_answer": 0.02, "reward__zero_std_groups": 0.75}, SYNC, "unusual_setting",
+     "not loaded"),
     ({"validation__heldout": 0.0, "environment__turns": None}, SYNC | {"validation.reward": "my:boxed"},
      "held_out_falls", "another form"),
     ({"environment__told": 1.0}, SYNC, "leaking_prompts", "gives away"),
     ({"reward__place_correlation": -0.6}, SYNC, "reward_against_answers", "position"),
-    ({"earned__right": 1.0, "earned__wrong_max": 1.0}, SYNC, "reward_against_answers", "wrong answers"),
+    ({"earned__right": 1.0, "earned__wrong_max": 1.0, "earned__wrong": 0.3}, SYNC, "reward_against_answers",
+     "wrong answers"),
     ({"preference__better": 3.0}, PAIRS, "reference_differs", "not the model"),
-    ({}, FILTERED, "unusual_setting", "length penalty"),
-    ({"value__mean": 0.05, "value__loss": 0.1}, SYNC, "value_head", "another target"),
+    ({"reward__overlong": 0.3}, FILTERED, "unusual_setting", "length penalty"),
+    ({"value__mean": 0.05, "value__loss": 0.05}, SYNC, "value_head", "another target"),
     ({"importance__with_ratio": -0.02}, SYNC, "importance_lost", "inverted"),
     ({"staleness__mean": 3.0, "policy__ratio": 1.0, "mismatch__unsampled": 0.0}, ASYNC | {"staleness": "4"},
      "importance_lost", "recomputes"),
@@ -137,6 +143,38 @@ def test_a_fact_that_no_healthy_run_has_had_is_told_without_a_symptom(changed, s
         "prompt__marked": 0.0, "environment__told": 0.2, "earned__right": 1.0, "earned__wrong_max": 0.3,
         "importance__with_ratio": 0.02, "value__mean": 0.4, "value__loss": 0.1, "validation__heldout": 0.3}
     assert faults_of(steps_of(20, **kept), SYNC | {"validation.reward": "my:boxed"}) == []
+
+
+@pytest.mark.parametrize(("changed", "settings"), [
+    ({}, FRESH),
+    ({}, SYNC | {"roles.teacher.model.architecture": "null", "roles.second.model.architecture": "llama"}),
+    ({"policy__entropy": 1.4, "response__has_answer": 0.03, "reward__zero_std_groups": 0.5}, SYNC),
+    ({"prompt__marked": 1.0, "prompt__unmarked": 0.0}, SYNC),
+    ({"environment__told": 0.95, "environment__reward": 0.9}, SYNC),
+    ({"earned__right": 1.0, "earned__wrong_max": 1.0, "earned__wrong": 0.05}, SYNC),
+    ({"value__mean": 0.05, "value__loss": 0.15}, SYNC),
+    ({"value__mean": 0.05, "value__loss": 0.02, "response__length": 1500.0}, SYNC | {"nodes.gae.with.lam": "0.95"}),
+    ({"reward__overlong": 0.0}, FILTERED),
+], ids=["random_weights_that_earn", "a_second_teacher_of_random_weights", "a_base_model_that_is_seldom_right",
+        "solved_examples_in_prompts", "one_call_solves_the_problem", "equal_answers_in_other_words",
+        "a_critic_that_has_just_begun", "returns_of_long_answers", "a_fine_that_nobody_pays"])
+def test_facts_are_silent_in_healthy_runs_that_look_alike(changed, settings):
+    assert faults_of(steps_of(20, **changed), settings) == []
+
+
+@pytest.mark.parametrize("kind", DOUBTS)
+def test_what_preflight_has_doubted_is_a_fact(kind):
+    doubt, noted = Doubt("train.jsonl:1: it is odd. Mend it.", kind, 1.0, "Mend it."), DOUBTS[kind]
+    found = faults_of(steps_of(20), SYNC, doubts=[doubt])
+    assert [fault.detector for fault in found] == [noted.alerts] * bool(noted.alerts)
+    for fault in found:
+        assert fault.sentence == "Before the start: train.jsonl:1: it is odd, since step 1"
+        assert (fault.evidence.cause, fault.evidence.remedy) == (noted.does, "Mend it.")
+    shown = next(fault for fault in faults_of(steps_of(20, response__truncated=0.9), SYNC, doubts=[doubt])
+                 if fault.detector == "truncation")
+    assert shown.evidence.probable == f"before the start: train.jsonl:1: it is odd: {noted.does}"
+    seldom = Doubt(doubt, kind, noted.least / 2, "Mend it.")
+    assert faults_of(steps_of(20), SYNC, doubts=[seldom, Doubt("a note")]) == []
 
 
 @pytest.mark.parametrize(("changed", "settings", "cause"), [

@@ -60,7 +60,8 @@ def test_what_changed_with_a_reward_is_named(tmp_path):
     folder = run_folder(tmp_path, [0.8 + 0.01 * (step % 4) for step in range(30)] + [0.2] * 20)
     (folder / "summary.json").write_text("{}")
     (folder / "events.jsonl").write_text("".join(json.dumps({"time": 1.0, "rank": 0, **event}) + "\n" for event in (
-        {"step": 0, "event": "preflight", "doubts": ["4 questions are in both sets"]},
+        {"step": 0, "event": "preflight", "doubts": ["4 questions are in both sets", {"text": "odd", "kind": "texts_cut", "share": 0.1, "change": ""},
+                                                   {"text": "torn"}]},
         {"step": 31, "event": "settings_changed", "settings": {"steps": ["30", "50"]}})))
     (folder / "samples.jsonl").write_text(json.dumps(
         {"step": 40, "questions": "How many?", "completions": "so many words", "environment_rewards": 0.1}) + "\n")
@@ -70,7 +71,8 @@ def test_what_changed_with_a_reward_is_named(tmp_path):
     assert "  reward/math: 0.327 → 0.0811" in said
     assert "  response/length: 42 → 132" in said
     assert "  step 31: settings changed steps: 30 → 50" in said
-    assert said[said.index("Noted before its start:") + 1] == "  4 questions are in both sets"
+    at = said.index("Noted before its start:")
+    assert said[at + 1 : at + 4] == ["  4 questions are in both sets", "  odd", "  {'text': 'torn'}"]
     assert '    "so many words"' in said
     said = list(explain(folder, complete_checkpoints, 9))
     assert said[0] == "Step 9 took 2.00 s; the median is 1.00 s."
@@ -149,7 +151,7 @@ def test_mistakes_are_told(tmp_path, capsys):
 
 
 def test_a_run_that_was_killed_is_told_from_one_that_has_ended(launch, workspace, capsys):
-    launch(2, "--dag", "grpo.yaml", "--name", "whole", "steps=4")
+    launch(2, "--dag", "grpo.yaml", "--name", "whole", "steps=4", "preflight=false")
     assert main(["why", str(workspace / "runs/whole")]) == 0
     said = capsys.readouterr().out
     assert "Nothing is wrong with its learning in 4 steps" in said

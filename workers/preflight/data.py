@@ -46,7 +46,7 @@ def _answers_differ(records: FirstRecords) -> Iterator[FailedProof]:
     same = set(records.answers)
     if len(records) >= _ENOUGH and len(same) == 1 and len(set(records.questions)) > 1:
         yield from records.failed(range(len(records)), f" has the answer {shortened(same.pop())}, whatever its "
-                                  "question is", _other_field(records), doubt=True)
+                                  "question is", _other_field(records), doubt=True, kind="same_answer")
 
 
 def _answers_are_not_counted(records: FirstRecords) -> Iterator[FailedProof]:
@@ -54,23 +54,26 @@ def _answers_are_not_counted(records: FirstRecords) -> Iterator[FailedProof]:
     counted = [range(first, first + len(numbers)) for first in (0, 1)]
     if len(records) >= _ENOUGH and any(numbers == [*count] for count in counted):
         yield from records.failed(range(len(records)), " has its own number as its answer", _other_field(records),
-                                  doubt=True)
+                                  doubt=True, kind="other_field")
 
 
 def _answers_are_not_in_questions(records: FirstRecords) -> Iterator[FailedProof]:
     pairs = [(question.strip(), answer.strip()) for question, answer in zip(records.questions, records.answers)]
     same = [index for index, (question, answer) in enumerate(pairs) if question == answer]
-    yield from records.failed(same, " has its question as its answer, too", _other_field(records), doubt=True)
+    yield from records.failed(same, " has its question as its answer, too", _other_field(records), doubt=True,
+                              kind="other_field")
     begins = [index for index, (question, answer) in enumerate(pairs)
               if question != answer and len(question) >= _LONG and answer.startswith(question)]
     if 2 * len(begins) > len(records):
         yield from records.failed(begins, " has an answer that begins with its question, which the model then learns "
-                                  "to repeat", "Take the questions out of the answers.", doubt=True)
+                                  "to repeat", "Take the questions out of the answers.", doubt=True,
+                                  kind="question_in_answer")
     ends = [index for index, (question, answer) in enumerate(pairs)
             if question != answer and _ends_with(question, answer)]
     if 2 * len(ends) > len(records):
         yield from records.failed(ends, " ends with its answer, which the model then only repeats", "Take the answers "
-                                  "out of the questions, or name another field:  --set data.question=FIELD", doubt=True)
+                                  "out of the questions, or name another field:  --set data.question=FIELD", doubt=True,
+                                  kind="answer_in_question")
 
 
 def _choices_are_offered(records: FirstRecords) -> Iterator[FailedProof]:
@@ -90,12 +93,13 @@ def _pairs_differ(records: FirstRecords) -> Iterator[FailedProof]:
         same = [index for index, row in enumerate(records.rows)
                 if answer_text(row["chosen"]).strip() == answer_text(row["rejected"]).strip()]
         yield from records.failed(same, " has the same answer as `chosen` and as `rejected`, of which nothing can be "
-                                  "learned", "Take such records out of the data.")
+                                  "learned", "Take such records out of the data.", kind="pairs_contradict")
         scores = [tuple(row.get(name) for name in SCORES) for row in records.rows]
         worse = [index for index, (chosen, rejected) in enumerate(scores) if isinstance(chosen, int | float) and
                  isinstance(rejected, int | float) and chosen <= rejected and index not in same]
         yield from records.failed(worse, " has a `score_chosen` that is not above its `score_rejected`", "Take such "
-                                  "records out of the data, or exchange the answers.", doubt=True)
+                                  "records out of the data, or exchange the answers.", doubt=True,
+                                  kind="pairs_contradict")
 
 
 def _tool_calls_can_be_read(records: FirstRecords) -> Iterator[FailedProof]:

@@ -14,6 +14,7 @@ from distflow.data.dataset import Records, RequiredFields, open_training_sets, r
 from distflow.data.problems import Record, answer_text, asked_and_answered, mended_record, question_text
 from distflow.errors import Diagnostic, InvalidInput, Location
 from distflow.telemetry import events
+from distflow.telemetry.learning_series import Doubt
 
 FIRST = 64
 """Records of each data set that are looked at."""
@@ -22,16 +23,19 @@ _QUOTED = 60  # characters of a text in a message
 
 @dataclass(frozen=True)
 class FailedProof:
-    """A proof that has failed. A run with one starts only if it is a doubt."""
+    """A proof that has failed. A run with one starts only if it is a doubt. kind, share: of the `Doubt`."""
 
     mistake: Diagnostic
     is_doubt: bool = False
+    kind: str = ""
+    share: float = 1.0
 
     @property
-    def note(self) -> str:
+    def note(self) -> Doubt:
         """Its text in one line."""
         where = f"{self.mistake.where}: " if self.mistake.where else ""
-        return " ".join(f"{where}{self.mistake.what}. {self.mistake.hint}".split())
+        what, change = (" ".join(text.split()) for text in (f"{where}{self.mistake.what}.", self.mistake.hint))
+        return Doubt(f"{what} {change}".rstrip(), self.kind, self.share, change)
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class FirstRecords:
         return self.records.location(self.indices[position])
 
     def failed(self, bad: Sequence[int], what: str = "", hint: str = "", doubt: bool | None = None,
-               before: str = "") -> Iterator[FailedProof]:
+               before: str = "", kind: str = "") -> Iterator[FailedProof]:
         """Yield the failed proof if there are `bad` records, by their positions. Unless `doubt` says so, it is a doubt
         where some records are good. `before` and `what` stand around how many they are, in a sentence."""
         if not bad:
@@ -91,7 +95,7 @@ class FirstRecords:
         some = f"{count} of the first {whole} records" if whole > 1 else "the first record"
         who = f"each of the first {whole} records" if count == whole > 1 else some
         mistake = Diagnostic(f"{before}{who}{what}", self.location(bad[0]), hint)
-        yield FailedProof(mistake, count < whole if doubt is None else doubt)
+        yield FailedProof(mistake, count < whole if doubt is None else doubt, kind, count / whole)
 
 
 def first_records(spec: Spec) -> list[FirstRecords]:
@@ -122,7 +126,7 @@ class Preflight:
 
     proved: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    doubts: list[str] = field(default_factory=list)
+    doubts: list[Doubt] = field(default_factory=list)
     mistakes: list[Diagnostic] = field(default_factory=list)
 
     def prove(self, family: str, records: int, failed: Callable[[], Iterable[FailedProof]]) -> None:
@@ -136,7 +140,7 @@ class Preflight:
     def note(self, doubts: Iterable[str]) -> None:
         """Add doubts to the account, and print them."""
         for doubt in doubts:
-            self.doubts.append(doubt)
+            self.doubts.append(doubt if isinstance(doubt, Doubt) else Doubt(doubt))
             events.show(f"note: {doubt}")
 
     def require(self, on: str = "on the first records") -> None:
@@ -152,4 +156,5 @@ class Preflight:
 
     def record(self) -> None:
         """Record the account as an event of the run."""
-        events.record("preflight", proved=self.proved, seconds=self.seconds, doubts=self.doubts)
+        events.record("preflight", proved=self.proved, seconds=self.seconds,
+                      doubts=[{"text": each, **vars(each)} for each in self.doubts])

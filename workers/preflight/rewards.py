@@ -126,7 +126,7 @@ def _read(line: str) -> FailedProof:
     mistake = fields["mistake"]
     where = Location(**mistake["where"]) if mistake["where"] else None
     lines = tuple(Location(**each) for each in mistake["lines"])
-    return FailedProof(Diagnostic(**{**mistake, "where": where, "lines": lines}), fields["is_doubt"])
+    return FailedProof(**{**fields, "mistake": Diagnostic(**{**mistake, "where": where, "lines": lines})})
 
 
 def prove_behind(spec: Spec, records: FirstRecords, opening: str) -> Iterator[FailedProof]:
@@ -152,7 +152,7 @@ def _trials(spec: Spec, setting: RewardSetting, records: FirstRecords, opening: 
         for term in terms if len(chosen) else ():
             contract = spec.rewards[term.name]
             if all(read.optional or read.name in known for read in contract.columns.values()):
-                yield _RewardTrial(term, contract, chosen, opening)
+                yield _RewardTrial(term, contract, chosen, opening, "wrong_paid" if len(terms) == 1 else "")
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,9 @@ class _Paid:
 class _RewardTrial:
     """One reward of a recipe, tried on some records with answers that are right and others that are not."""
 
-    def __init__(self, term: Term, contract: RewardContract, records: FirstRecords, opening: str):
+    def __init__(self, term: Term, contract: RewardContract, records: FirstRecords, opening: str, kind: str):
+        """kind: of the doubt that it pays wrong answers, which another term of its recipe may outweigh."""
+        self.kind = kind
         self.name, self.contract, self.whole, self.opening = f"reward `{term.name}`", contract, records, opening
         self.shipped = contract.module in SHIPPED
         limits = {} if self.shipped else {"timeout": min(term.timeout or _CALL_LIMIT, _CALL_LIMIT), "retries": 0}
@@ -235,7 +237,8 @@ class _RewardTrial:
         bad = [row for row, problem in enumerate(problems) if problem]
         what, _, hint = problems[bad[0]].partition("\n") if bad else ("", "", "")
         yield from self.whole.of_pairs(read).failed(bad, f": {what}", hint, self.doubt,
-                                                    before=f"{self.name} cannot judge answers to ")
+                                                    before=f"{self.name} cannot judge answers to ",
+                                                    kind="unanswerable")
 
     def _tries(self, row: int) -> Iterator[_Try]:
         own, answers = self.references[row].completion, self.records.answers
@@ -303,12 +306,13 @@ class _RewardTrial:
         if unpaid:
             text = shortened(self.references[unpaid[0]].completion or "")
             yield from self.records.failed(unpaid, f": {text} earns {own[unpaid[0]]:g}", doubt=self.doubt,
-                                           before=f"{self.name} does not pay in full for the answer of ")
+                                           before=f"{self.name} does not pay in full for the answer of ",
+                                           kind="right_unpaid")
         for kind in (_EMPTY, _QUESTION, _OTHER):
             wrong = [row for row, each in enumerate(paid) if (own[row] is not None or self.shipped)
                      and each.pays(kind, full[row])
                      and not (kind == _OTHER and each.pays(_SWAPPED, full[row]))]  # answers that are equal in value
-            yield from self.records.failed(wrong, doubt=self.doubt,
+            yield from self.records.failed(wrong, doubt=self.doubt, kind=self.kind,
                                            before=f"{self.name} pays {kind} as much as the answer of ")
 
     def unformed(self, trials: Sequence[_RewardTrial]) -> Iterator[FailedProof]:
@@ -334,7 +338,8 @@ class _RewardTrial:
         yield from records.failed(
             range(len(records)), f": {shortened(made[0])} has the form, and earns 0 by {who}" if made else
             f", such as {shortened(right[0])}" if right else "", f"Instead:  {hint}", doubt=True,
-            before=f"{self.name} has a `pattern`, {shortened(self.pattern)}, that matches no right answer to ")
+            before=f"{self.name} has a `pattern`, {shortened(self.pattern)}, that matches no right answer to ",
+            kind="right_unpaid")
 
     def _spread(self, paid: Sequence[_Paid]) -> Iterator[FailedProof]:
         values = [value for each in paid for some in each.values.values() for value in some]
@@ -344,11 +349,13 @@ class _RewardTrial:
         if len(values) > 1 and len(numbers) == 1 and all(isinstance(value, float) for value in values):
             yield from self.records.failed(
                 range(len(paid)), ": its answer in several forms, another record's, an empty one and its question",
-                _NAME_IT, doubt=True, before=f"{self.name} pays {numbers.pop():g} for all that was tried on ")
+                _NAME_IT, doubt=True, before=f"{self.name} pays {numbers.pop():g} for all that was tried on ",
+                kind="paid_alike")
         elif self.reads_answer and len(silent) == len(paid):
             yield from self.records.failed(
                 range(len(paid)), f": {silent[0][1]:g}, and {silent[0][0]:g}", "A model learns from it to say nothing.",
-                doubt=True, before=f"{self.name} pays an empty answer no less than the answer of ")
+                doubt=True, before=f"{self.name} pays an empty answer no less than the answer of ",
+                kind=self.kind if silent[0][1] > min(numbers) else "")
 
 
 def _escaped(text: str) -> str:

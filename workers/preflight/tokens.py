@@ -191,11 +191,12 @@ class _TokenTrial:
             yield from proof()
 
     def _failed(self, holds: Callable[[_Rendered], Any], what: Callable[[_Rendered], str] = lambda _: "",
-                hint: str = "", before: str = "", doubt: bool | None = None) -> Iterator[FailedProof]:
+                hint: str = "", before: str = "", doubt: bool | None = None,
+                kind: str = "") -> Iterator[FailedProof]:
         """Yield the failed proof for the records of which `holds` is true; `what` says what is wrong with the first."""
         bad = [index for index, each in enumerate(self.rendered) if holds(each)]
         if bad:
-            yield from self.records.failed(bad, what(self.rendered[bad[0]]), hint, doubt, before)
+            yield from self.records.failed(bad, what(self.rendered[bad[0]]), hint, doubt, before, kind)
 
     def _messages(self) -> Iterator[FailedProof]:
         for role in dict.fromkeys(message["role"] for each in self.rendered for message in each.messages):
@@ -333,7 +334,7 @@ class _TokenTrial:
         most, longest = getattr(self.data, key), max(len(tokens(each)) for each in self.rendered)
         yield from self._failed(lambda each: len(tokens(each)) > most, lambda _: f" has a {kind} of more than {most:,} "
                                 f"tokens, up to {longest:,}: {fate}", f"To keep them:  --set data.{key}={longest}",
-                                doubt=doubt)
+                                doubt=doubt, kind="texts_cut")
 
     def _openings(self) -> Iterator[FailedProof]:
         if opening := prompt_opening(self.tokenizer, **self.options):
