@@ -406,9 +406,6 @@ CAUSES = (
     Cause(_far_below_held_out, "the training problems {2}: training earns {0:.2g}, and held-out ones {1:.2g}",
           "compare a prompt of samples.jsonl with a held-out one (data.train, data.question, data.answer), and their "
           "rewards", "no_signal truncation"),
-    Cause(lambda series, _since: max(series.last("reward/std", RECENT) or [1.0]) <= 1e-9 and
-          series.recent(series.reward) > 0.1, "the reward function pays the same for every completion: an "
-          "error in it is taken for a verdict", PAID, _SIGNAL),
     Cause(lambda series, _since: series.recent(series.reward) < 0.1, "hardly any completion earns anything: "
           "the problems are too hard, their reference answers are wrong, or the reward does not find what it looks for",
           PAID, _SIGNAL),

@@ -29,37 +29,29 @@ Seen = tuple[object, ...] | bool | None
 """Values for the texts of a fact or cause; nothing where it is none."""
 
 
-class Noted(NamedTuple):
-    """What follows from a kind of `Doubt`. alerts: the detector that says it without a symptom; "": it explains
-    symptoms alone. least: share of the records from which on it counts."""
-
-    origin: Origin
-    alerts: str
-    least: float
-    does: str
-
-
 DOUBTS = {
-    "held_out_trained": Noted(Origin.DATA, "leaking_prompts", 0.1, "validation measures what was learnt by heart"),
-    "same_answer": Noted(Origin.DATA, "one_answer", 0.5, "one answer earns everywhere, and nothing else is learnt"),
-    "other_field": Noted(Origin.DATA, "one_answer", 0.5, "another field is learnt, or compared with, than was meant"),
-    "answer_in_question": Noted(Origin.DATA, "leaking_prompts", 0.5, "the policy copies answers from their prompts"),
-    "question_in_answer": Noted(Origin.DATA, "data_lost", 0.5, "the model learns to write the question first"),
-    "pairs_contradict": Noted(Origin.DATA, "pairs_contradict", 0.2, "such pairs teach nothing, or what is worse"),
-    "texts_cut": Noted(Origin.DATA, "", 0.2, "what is cut off is neither read nor learnt"),
-    "unanswerable": Noted(Origin.DATA, "answers_not_found", 0.2, "nothing is ever earned with such a prompt"),
-    "wrong_paid": Noted(Origin.REWARD, "reward_against_answers", 0.5, "the reward pays wrong answers, too, and the "
-                        "policy finds the cheapest"),
-    "right_unpaid": Noted(Origin.REWARD, "", 0.5, "right answers do not earn what they should"),
-    "paid_alike": Noted(Origin.REWARD, "", 0.5, "the reward does not depend on the answer, or reads another form"),
+    "held_out_trained": ("leaking_prompts", "validation measures what was learnt by heart"),
+    "same_answer": ("one_answer", "one answer earns everywhere, and nothing else is learnt"),
+    "other_field": ("one_answer", "another field is learnt, or compared with, than was meant"),
+    "answer_in_question": ("leaking_prompts", "the policy copies answers from their prompts"),
+    "question_in_answer": ("data_lost", "the model learns to write the question first"),
+    "pairs_contradict": ("pairs_contradict", "such pairs teach nothing, or what is worse"),
+    "texts_cut": ("", "what is cut off is neither read nor learnt"),
+    "unanswerable": ("answers_not_found", "nothing is ever earned with such a prompt"),
+    "wrong_paid": ("reward_against_answers", "the reward pays wrong answers, too, and the policy finds the cheapest"),
+    "right_unpaid": ("", "right answers do not earn what they should"),
+    "paid_alike": ("", "the reward does not depend on the answer, or reads another form"),
 }
+"""What preflight may doubt, upstream first: the detector that says it without a symptom, if one does, and what
+follows."""
+_MANY = 0.4  # share of the records for which it must hold
 
 
 def doubted(series: Series, kind: str) -> Evidence | None:
     """Return what preflight has noted of a kind, with what follows from it."""
-    doubt = next((each for each in series.doubts if each.kind == kind and each.share >= DOUBTS[kind].least), None)
+    doubt = next((each for each in series.doubts if each.kind == kind and each.share >= _MANY), None)
     return doubt and Evidence(series.steps[0], series.goal[0], f"Before the start: {doubt.removesuffix(doubt.change)}"
-                              .rstrip(" ."), DOUBTS[kind].does, doubt.change or "what it names", sure=True)
+                              .rstrip(" ."), DOUBTS[kind][1], doubt.change or "what it names", sure=True)
 
 
 def role_of(key: str) -> str:
@@ -263,9 +255,9 @@ FACTS = (
 )
 
 
-for _kind, _noted in DOUBTS.items():
-    if _noted.alerts:
-        add_rule(_noted.alerts, partial(doubted, kind=_kind), rows="high", origin=_noted.origin)
+for _kind, (_alerts, _) in DOUBTS.items():
+    if _alerts:
+        add_rule(_alerts, partial(doubted, kind=_kind), rows="high", origin=Origin.DATA)
 for _fact in FACTS:
     if _fact.alerts:
         add_rule(_fact.alerts, _fact.look, rows="high", origin=_fact.origin)

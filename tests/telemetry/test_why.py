@@ -60,8 +60,9 @@ def test_what_changed_with_a_reward_is_named(tmp_path):
     folder = run_folder(tmp_path, [0.8 + 0.01 * (step % 4) for step in range(30)] + [0.2] * 20)
     (folder / "summary.json").write_text("{}")
     (folder / "events.jsonl").write_text("".join(json.dumps({"time": 1.0, "rank": 0, **event}) + "\n" for event in (
-        {"step": 0, "event": "preflight", "doubts": ["4 questions are in both sets", {"text": "odd", "kind": "texts_cut", "share": 0.1, "change": ""},
-                                                   {"text": "torn"}]},
+        {"step": 0, "event": "preflight", "doubts": [
+            "4 questions are in both sets", {"text": "odd", "kind": "texts_cut", "share": 0.1, "change": ""},
+            {"text": "torn"}]},
         {"step": 31, "event": "settings_changed", "settings": {"steps": ["30", "50"]}})))
     (folder / "samples.jsonl").write_text(json.dumps(
         {"step": 40, "questions": "How many?", "completions": "so many words", "environment_rewards": 0.1}) + "\n")

@@ -172,8 +172,6 @@ def _report_questions(columns: dict[str, ColumnData], group: Tensor) -> None:
         answers = dict(zip(group.tolist(), to_list(columns["answers"])))
         current().mean("prompt/has_answer", sum(_holds(questions[each], answers[each]) for each in questions),
                        len(questions))
-        current().mean("prompt/in_answer", sum(len(questions[each]) >= _TELLING and questions[each] in answers[each]
-                                               for each in questions), len(questions))
         current().mean("prompt/unmarked", sum(marked_answer(each) is None for each in answers.values()), len(answers))
         if any(answers.values()):
             most = Counter(map(_short, answers.values())).most_common(1)[0][1]

@@ -69,10 +69,10 @@ def test_records_without_a_marked_answer_are_counted_where_others_have_one_and_t
     assert reported(**columns, rewards=torch.tensor([0.0, 0, 0, 1, 1, 1]))["reward/unanswerable"] == 0
 
 
-def test_answers_that_hold_their_question_or_have_no_mark():
+def test_answers_without_a_mark_are_counted():
     found = reported(group=GROUP, questions=encode_text(["What is 1 + 1?"] * 3 + ["What is 2 + 2?"] * 3),
-                     answers=encode_text(["What is 1 + 1? #### 2"] * 3 + ["4"] * 3))
-    assert (found["prompt/in_answer"], found["prompt/unmarked"]) == (0.5, 0.5)
+                     answers=encode_text(["1 + 1 = 2 #### 2"] * 3 + ["4"] * 3))
+    assert found["prompt/unmarked"] == 0.5
 
 
 def test_parts_of_a_reward_are_compared_with_the_whole():
