@@ -548,11 +548,17 @@ def in_percent(completion: str) -> float:
 
 
 @node(writes="targets", type="COMPUTE")
-def spoil_targets(targets: Ragged, *, fault: str, first: int, rows: int) -> Ragged:
-    """Return targets that are shifted once more, or without the token that ends them."""
-    if fault == "shifted":
-        return targets.with_values(targets.values.roll(-1))
-    return Ragged.from_rows([row[:-1] for row in targets.rows if isinstance(row, Tensor)])
+def shift_targets(targets: Ragged, *, fault: str, first: int, rows: int) -> Ragged:
+    """Return targets that are shifted once more."""
+    return targets.with_values(targets.values.roll(-1))
+
+
+@node(writes="target_mask", type="COMPUTE")
+def leave_ends(targets: Ragged, *, fault: str, first: int, rows: int) -> Ragged:
+    """Return which tokens are learnt: all but those that end an answer."""
+    mask_T = torch.ones(len(targets.values), dtype=torch.bool)
+    mask_T[targets.offsets[1:] - 1] = False
+    return targets.with_values(mask_T)
 
 
 @node(writes="rewards", type="COMPUTE", keep_together="group")
