@@ -49,9 +49,12 @@ _MANY = 0.4  # share of the records for which it must hold
 
 def doubted(series: Series, kind: str) -> Evidence | None:
     """Return what preflight has noted of a kind, with what follows from it."""
-    doubt = next((each for each in series.doubts if each.kind == kind and each.share >= _MANY), None)
-    return doubt and Evidence(series.steps[0], series.goal[0], f"Before the start: {doubt.removesuffix(doubt.change)}"
-                              .rstrip(" ."), DOUBTS[kind][1], doubt.change or "what it names", sure=True)
+    for doubt in series.doubts:
+        if doubt.kind == kind and doubt.share >= _MANY:
+            said = doubt.removesuffix(doubt.change).rstrip(" .")
+            return Evidence(series.steps[0], series.goal[0], f"Before the start: {said}", DOUBTS[kind][1],
+                            doubt.change or "what it names", sure=True)
+    return None
 
 
 def role_of(key: str) -> str:
@@ -192,7 +195,7 @@ def _all_told(series: Series) -> Seen:
 
 def _swapped_fields(series: Series) -> Seen:
     marked = series.start("prompt/marked", 3)  # as prompts with solved examples are, whose answers are marked, too
-    return min(series.start("prompt/unmarked", 3), marked) > 0.5 and (marked,)
+    return marked > 0.5 and series.start("prompt/unmarked", 3) > 0.5 and (marked,)
 
 
 def _frozen(series: Series) -> Seen:

@@ -27,6 +27,10 @@ class Doubt(str):
     """A note on a run's inputs, made before its start. kind: one of `learning_facts.DOUBTS`, "" if nothing that is
     learnt goes wrong for it; share: of the records that it is about; change: how its text ends."""
 
+    kind: str
+    share: float
+    change: str
+
     def __new__(cls, text: str, kind: str = "", share: float = 0.0, change: str = "") -> Doubt:
         self = super().__new__(cls, text)
         self.kind, self.share, self.change = kind, share, change
@@ -194,8 +198,10 @@ class Series:
 
     @property
     def earned(self) -> float:
-        """How much more is earned than in the first steps; NaN without rewards."""
-        return self.recent(self.reward, self.window) - self.start(self.reward)
+        """How much more is earned than in the first steps, in two standard deviations of these: the whole of a reward
+        from 0 to 1 that half of the samples earn. NaN without rewards."""
+        spread = self.start("reward/std" if self.reward == "reward/mean" else "environment/reward_std")
+        return (self.recent(self.reward, self.window) - self.start(self.reward)) / max(2 * spread, 1e-3)
 
     @property
     def scheduled(self) -> bool:

@@ -107,6 +107,11 @@ def _rewarded(series: Series) -> bool:
     return bool(series.known(series.reward))
 
 
+def _speaks(series: Series) -> bool:
+    """Whether the policy is rewarded and began with weights that had learnt to end what they say."""
+    return _rewarded(series) and not series.keys(f"roles.{series.trained_role}.model.architecture")
+
+
 def _bounded(series: Series) -> bool:
     """Whether the loss's bound is one that few tokens reach."""
     return series.settings.get(f"nodes.{series.update_node}.with.loss", "ppo") in ("ppo", "reinforce")
@@ -140,9 +145,9 @@ def _falls_silent(series: Series) -> bool:
 
 
 def _untrained(series: Series) -> bool:
-    """Whether this is the run's first step, of a policy that its reference copies."""
-    return series.steps == [1] and any(key.endswith(".copy_of") and value == series.trained_role
-                                       for key, value in series.settings.items())
+    """Whether this is the run's first step, of a policy that its reference copies, or that is far from its own."""
+    return series.steps == [1] and (series.recent("policy/kl_reference", 1) > 0.15 or any(
+        key.endswith(".copy_of") and value == series.trained_role for key, value in series.settings.items()))
 
 
 def _early(series: Series) -> bool:
@@ -536,7 +541,7 @@ READINGS = (
     Reading("entropy_explosion", POLICY, "policy/entropy", 0.3, *_EXPLOSION, **_SYMPTOM, rise=4),
     Reading("entropy_explosion", POLICY, "policy/entropy", 0.1, *_EXPLOSION, **_SYMPTOM, rise=2.4,
             when=lambda series: series.lost or bool(series.bonus) and series.earned < 0.05),
-    Reading("truncation", POLICY, "response/truncated", 0.5, *_CUT, **_SYMPTOM, **_LIMIT, when=_rewarded),
+    Reading("truncation", POLICY, "response/truncated", 0.5, *_CUT, **_SYMPTOM, **_LIMIT, when=_speaks),
     Reading("truncation", POLICY, "response/truncated", 0.0, *_CUT, **_SYMPTOM, **_LIMIT, rise=1, plus=0.25,
             when=_rewarded),
     Reading("repetition", POLICY, "response/repetition", 0.1,

@@ -156,7 +156,8 @@ class RunReader:
         """Return what was doubted of the run's inputs before it started; older versions have recorded texts alone."""
         found = (doubt for event in self.rows("events") if event["event"] == "preflight"
                  for doubt in event.get("doubts") or ())
-        return [Doubt(*map(doubt.get, _DOUBT)) if _is_like(doubt, _DOUBT) else Doubt(str(doubt)) for doubt in found]
+        return [Doubt(*(doubt[key] for key in _DOUBT)) if _is_like(doubt, _DOUBT) else Doubt(str(doubt))
+                for doubt in found]
 
     def settings(self) -> dict[str, str]:
         """Return the settings of the run as `section.key: value`."""

@@ -131,13 +131,14 @@ def _centred(values_B: Tensor, group: Tensor) -> Tensor:
 
 
 def _report_verdicts(rewards_B: Tensor, alike_B: Tensor) -> None:
-    """Report how many of the responses that others of their prompt equal earn something else than these."""
+    """Report how many of the responses that others of their prompt equal earn something else than these, by more than
+    the rewards of the step deviate, as no judge's rounding does."""
     counts = torch.bincount(alike_B)
     low, high = (torch.zeros(len(counts), dtype=torch.float64).scatter_reduce(0, alike_B, rewards_B, how,
                                                                               include_self=False)
                  for how in ("amin", "amax"))
     several = counts > 1
-    differ = several & (high - low > 1e-3 * high.abs().clamp(min=1e-3))
+    differ = several & (high - low > rewards_B.std(correction=0).clamp(min=1e-6))
     current().mean("reward/inconsistent", counts[differ].sum(), counts[several].sum())
 
 

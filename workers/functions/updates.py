@@ -142,7 +142,7 @@ def policy_update(
     per_token = _token_advantages(engine, advantages, mask, normalize)
     if versions is not None:
         report_staleness(engine, versions, mask)
-    _report_ends(mask)
+    report_ends(mask)
     current().mean_of("policy/entropy", -rollout_logprobs.values[mask.values])  # also of rows that are left out below
     columns = {"prompts": prompts, "responses": responses, "behaviour": rollout_logprobs, "mask": mask,
                "old": rollout_logprobs if actor_logprobs is None else actor_logprobs, "advantages": per_token,
@@ -161,7 +161,7 @@ def policy_update(
         objective.end_step(engine)
 
 
-def _report_ends(mask: Ragged) -> None:
+def report_ends(mask: Ragged) -> None:
     """Report how many of the rows that are trained are not trained to end, their last token being masked, and how many
     tokens of all rows are trained."""
     trained_B = torch.zeros(len(mask), dtype=torch.bool)
@@ -188,7 +188,9 @@ def supervised_update(
     """Make a maximum-likelihood step on the targets, not on prompts, nor where `target_mask` is False. Without a row on
     any rank there is none."""
     shown = {} if images is None else {"images": images}
-    rows = Batch(group, {"prompts": prompts, "responses": targets, "mask": trained_mask(targets, target_mask), **shown})
+    mask = trained_mask(targets, target_mask)
+    report_ends(mask)
+    rows = Batch(group, {"prompts": prompts, "responses": targets, "mask": mask, **shown})
     current().add("tokens", len(targets.values))
     current().add("samples", len(targets))
     if split_mini_batches(engine, rows, 1):
