@@ -25,6 +25,9 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 BUCKET_BYTES = 256 * 1024 * 1024
 _LARGE = 1024 * 1024
 """Bytes from which a tensor travels alone: one more message costs less than copying it out of a bucket."""
+_BLOCKS, _BLOCK_BYTES = 8, 4 * 1024 * 1024
+"""Parts of a tensor that are gathered one by one where they cannot be gathered to where they are to lie: so many at
+most, of so many bytes at least, since with blocks of 0.5 MiB it takes twice as long."""
 
 
 @torch.no_grad()
@@ -120,15 +123,17 @@ def _gather_one(shard: DTensor, dtype: torch.dtype, target: Tensor | None) -> Te
         group, parts = shard.device_mesh.get_group(mesh_dim), shard.device_mesh.size(mesh_dim)
         even = shape[dim] % parts == 0
         whole = target if even and number == len(cuts) - 1 and target is not None and target.is_contiguous() else None
-        if dim == 0 and even:
-            whole = local.new_empty(shape) if whole is None else whole
-            all_gather(whole, local.contiguous(), group=group)
-        else:
+        if not even:
             pieces = _gather(_padded(local, dim, _piece(shape[dim], parts)), parts, group)
-            if whole is None:
-                whole = _join_pieces(pieces, dim, shape[dim])
-            else:
-                whole.unflatten(dim, (parts, -1)).movedim(dim, 0).copy_(pieces)
+            local = _join_pieces(pieces, dim, shape[dim])
+            continue
+        whole = local.new_empty(shape) if whole is None else whole
+        if dim == 0:
+            all_gather(whole, local.contiguous(), group=group)
+        else:  # pieces of a row lie apart: they are gathered beside it
+            blocks = min(_BLOCKS, max(1, whole.nbytes // _BLOCK_BYTES))
+            for part, mine in zip(whole.chunk(blocks), local.chunk(blocks)):
+                part.unflatten(dim, (parts, -1)).movedim(dim, 0).copy_(_gather(mine, parts, group))
         local = whole
     return local
 

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from benchmarks.group import peak_over
 from distflow.errors import EngineError
 from distflow.weights.reshard import gather_tensors
 
@@ -136,3 +137,17 @@ def straight() -> None:
 
 def test_a_large_tensor_is_not_copied_twice():
     run_ranks(2, straight)
+
+
+def by_columns() -> int:
+    """The bytes by which a rank's memory grows at most while 32 MiB that are cut by columns are gathered to a target,
+    once the allocator has settled."""
+    place = torch.full((4096, 2048), torch.nan)
+    shards = {"a": distribute_tensor(torch.ones(4096, 2048), mesh_of(2), [Shard(1)])}
+    grown = min(peak_over(lambda: list(gather_tensors(shards, into={"a": place}))) for _ in range(4))
+    assert bool((place == 1).all())
+    return grown
+
+
+def test_columns_are_gathered_a_few_rows_at_a_time():
+    assert max(run_ranks(2, by_columns)) < 16 * 2**20
