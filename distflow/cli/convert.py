@@ -219,7 +219,9 @@ def _from_verl(done: Conversion) -> None:
     frozen = [pattern for key, pattern in _FROZEN.items() if done.get(key) is True]
     done.put("roles.actor.freeze", frozen or None)
     done.put("roles.actor.generation.top_k", max(done.number(rollout + "top_k", 0), 0) or None)
-    done.put("roles.actor.warmup_steps", max(done.number(actor + "optim.lr_warmup_steps", 0), 0) or None)
+    warmup, total = (done.number(key, 0) for key in (f"{actor}optim.lr_warmup_steps", "trainer.total_training_steps"))
+    share = done.number(f"{actor}optim.lr_warmup_steps_ratio", 0) if warmup <= 0 < total else 0
+    done.put("roles.actor.warmup_steps", max(warmup, int(share * total)) or None)
     machines, gpus = done.number("trainer.nnodes", 1), done.number("trainer.n_gpus_per_node", 0)
     done.put("ranks", machines * gpus or None)
     for key, ours in (("save_freq", "checkpoint.every"), ("test_freq", "validation.every")):
@@ -250,11 +252,9 @@ def _verl_data(done: Conversion) -> None:
             if len(paths) > 1:
                 done.notes.append("of data.train only the first file was taken; write all with their numbers of "
                                   f"records as weights: {{{', '.join(f'{path}: N' for path in paths)}}}")
-    if any(str(path).endswith(".parquet") for path in (done.settings.get("data.train"),)):
+    if str(done.settings.get("data.train")).endswith(".parquet"):
         done.settings.setdefault("data.question", "prompt")
-        done.settings["data.answer"] = "ground_truth"
-        done.notes.append("verl's files have the answer in `reward_model`: write it as a column `ground_truth`, by "
-                          "pandas `t['ground_truth'] = [each['ground_truth'] for each in t.pop('reward_model')]`")
+        done.settings["data.answer"] = "reward_model.ground_truth"
     done.put("data.long_prompts", "drop" if done.get("data.filter_overlong_prompts") is True else None)
     _template(done, "data.apply_chat_template_kwargs.")
     if done.get("custom_reward_function.path"):
@@ -329,20 +329,21 @@ def _template(done: Conversion, prefix: str) -> None:
 
 def _from_trl(done: Conversion) -> None:
     done.defaults = dict(_TRL_DEFAULTS)
-    done.copy({"max_steps": "steps", "seed": "seed", "model_name_or_path": "roles.actor.model",
+    done.copy({"seed": "seed", "model_name_or_path": "roles.actor.model",
                "dataset_name": "data.train", "max_prompt_length": "data.max_prompt_tokens",
                "max_completion_length": "roles.actor.generation.max_new_tokens",
-               "learning_rate": "roles.actor.learning_rate", "warmup_steps": "roles.actor.warmup_steps",
+               "learning_rate": "roles.actor.learning_rate",
                "weight_decay": "roles.actor.weight_decay", "max_grad_norm": "roles.actor.max_grad_norm",
                "gradient_checkpointing": "roles.actor.recompute", "temperature": "roles.actor.generation.temperature",
                "top_p": "roles.actor.generation.top_p", "top_k": "roles.actor.generation.top_k",
                "min_p": "roles.actor.generation.min_p",
-               "vllm_tensor_parallel_size": "layouts.rollout.tp", "eval_steps": "validation.every",
-               "vllm_gpu_memory_utilization": "roles.actor.generation.memory_share", "save_steps": "checkpoint.every",
+               "vllm_tensor_parallel_size": "layouts.rollout.tp",
+               "vllm_gpu_memory_utilization": "roles.actor.generation.memory_share",
                "lora_r": "roles.actor.lora.rank", "lora_alpha": "roles.actor.lora.alpha", "output_dir": "output",
                "num_iterations": "with:update.epochs"})
     done.put("roles.actor.betas", [done.get("adam_beta1", 0.9), done.get("adam_beta2")])
     _trl_batch(done)
+    _trl_steps(done)
     done.put("data.question", "prompt")
     _template(done, "chat_template_kwargs.")
     done.drops_truncated = done.get("mask_truncated_completions", False)
@@ -383,6 +384,25 @@ def _trl_batch(done: Conversion) -> None:
                                   "generation_batch_size is that of one process; divide it by how many you had")
 
 
+def _trl_steps(done: Conversion) -> None:
+    """Convert what is counted in steps of the optimizer, of which several may train what was sampled once. Numbers
+    below 1 are shares of all steps."""
+    total = done.number("max_steps", 0)
+    for key, ours in (("max_steps", "steps"), ("warmup_ratio", "roles.actor.warmup_steps"),
+                      ("warmup_steps", "roles.actor.warmup_steps"), ("eval_steps", "validation.every"),
+                      ("save_steps", "checkpoint.every")):
+        steps = done.number(key, 0)
+        if 0 < steps < 1 and total < 1:
+            done.taken.discard(key)
+        elif steps > 0:
+            done.put(ours, math.ceil((steps * total if steps < 1 else steps) / _updates(done)))
+
+
+def _updates(done: Conversion) -> int:
+    """Return how many steps of the optimizer follow each sampling."""
+    return done.arguments.get("update.mini_batches", 1) * done.arguments.get("update.epochs", 1)
+
+
 def _trl_loss(done: Conversion) -> None:
     loss = done.given.get("loss_type") or "dapo"
     if aggregate := done.translated("loss_type", _LOSSES, "dapo"):
@@ -412,8 +432,7 @@ def _trl_loss(done: Conversion) -> None:
     if beta:
         done.arguments["update.kl"] = beta
     if done.reference and done.get("sync_ref_model", False):
-        updates = done.arguments.get("update.mini_batches", 1) * done.arguments.get("update.epochs", 1)
-        done.follow = {"every": max(round(done.number("ref_model_sync_steps", 512) / updates), 1),
+        done.follow = {"every": max(round(done.number("ref_model_sync_steps", 512) / _updates(done)), 1),
                        "mix": done.get("ref_model_mixup_alpha", 0.6)}
 
 

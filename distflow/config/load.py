@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from distflow.config.families import why_refused
 from distflow.config.freeze import check_freeze
 from distflow.config.hub import data_set_line, fetched
 from distflow.config.loggers import lack_of, loggers_of
-from distflow.config.model_code import needs_code, refusal
+from distflow.config.model_code import needs_code, read_json, refusal
 from distflow.config.models import (
     check_engines,
     check_lora,
@@ -203,6 +204,10 @@ def _check_models(spec: Spec) -> None:
             spec.mistakes.append(Diagnostic(f"role `{role}`: {what}", where, hint, of_machine=partly))
 
 
+_ROUNDED = re.compile(r"bnb|[48]-?bit|gptq|awq", re.IGNORECASE)
+"""What names of quantized models have."""
+
+
 def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str, bool]:
     """Add the shape of the model in a folder to the spec. Return what is wrong, the remedy, and whether only files are
     missing that another machine may have; else empty texts."""
@@ -213,9 +218,7 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str, bool]:
         return f"there is no model folder `{path}`" + (f", and {fetched(hub)}" if hub else ""), remedy, False
     has_config = (folder / "config.json").is_file()
     if (folder / "adapter_config.json").is_file():  # which transformers would load with the model
-        merge = f"m = peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
-        hint = f"Merge both, and copy the tokenizer's files:  python -c \"import peft; {merge}; " \
-               "m.save_pretrained('merged')\""
+        hint = _merging(folder)
         whole = has_config and not half_download(folder, weights=True)
         return (f"`{shown(folder)}` has an adapter beside a model, which may have it in its weights already",
                 f"If it has, take adapter_config.json out of the folder.\n{hint}", False) if whole else \
@@ -241,6 +244,20 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str, bool]:
     if narrow := narrow_weight(folder):
         return _quantized(folder, narrow)
     return "", "", False
+
+
+def _merging(folder: Path) -> str:
+    """Return the line that makes a whole model of an adapter."""
+    adapter = read_json(folder / "adapter_config.json")
+    base, classifier = str(adapter.get("base_model_name_or_path") or ""), adapter.get("task_type") == "SEQ_CLS"
+    kind, labels = ("SequenceClassification", ", num_labels=1") if classifier else ("CausalLM", "")
+    merge = f"m = peft.AutoPeftModelFor{kind}.from_pretrained({str(folder)!r}{labels}).merge_and_unload()"
+    here = not base or Path(base).exists() or on_hub(base, "models")
+    first = "" if here and not _ROUNDED.search(base) else \
+        f"It names the model `{base}`, which is {'quantized' if here else 'not here'}. Write the whole one's in " \
+        f"{shown(folder / 'adapter_config.json')}, as `base_model_name_or_path`.\n"
+    return f"{first}Merge both, and copy the tokenizer's files:  python -c \"import peft; {merge}; " \
+           "m.save_pretrained('merged')\""
 
 
 def _quantized(folder: Path, how: Any) -> tuple[str, str, bool]:

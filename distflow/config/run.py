@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from fractions import Fraction
+from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -330,7 +331,7 @@ class Validation(Document):
     """Answers to held-out problems, by default the most probable one to each."""
 
     data: dict[str, str] = Field(min_length=1)
-    """A name for each set, and its file or folder: {test: gsm8k_test.jsonl}."""
+    """A name for each set, and its file or folder: {test: gsm8k_test.jsonl}. Files alone have their own names."""
     every: PositiveInt = 20
     """Steps between two validations; one comes before the first step, and one after the last."""
     reward: Any = "math"
@@ -345,6 +346,15 @@ class Validation(Document):
     """End the run after this many validations in a row without a new best mean of the first set."""
     best: bool = False
     """Keep the models of the first set's best mean in RUN/best/."""
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        files = [value] if isinstance(value, str) else value
+        if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+            return value
+        named = {Path(file).name.partition(".")[0]: file for file in files}
+        return named if len(named) == len(files) else value
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Validation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,12 +12,19 @@ from distflow.config.shipped import find
 from distflow.config.spec import Spec
 from distflow.errors import Diagnostic
 
+_RANDOM = re.compile(r"\|\s*random\b")
 _EMBEDDED_TEMPLATE = "(roles and contents alone)"
 
 
 def check_chat_options(spec: Spec) -> list[Diagnostic]:
-    """Return a mistake for each option that no chat template knows of a role whose tokenizer may encode the prompts."""
-    templates, mistakes = {role: template_of(spec, role)[0] for role in encoding_roles(spec)}, []
+    """Return the mistakes in chat templates of the roles whose tokenizers may encode the prompts: what draws at random,
+    and each option that none knows."""
+    templates = {role: template_of(spec, role)[0] for role in encoding_roles(spec)}
+    mistakes: list[Diagnostic] = []
+    mistakes += [Diagnostic(f"the chat template of role `{role}` draws at random (`| random`), and writes each "
+                            "conversation otherwise each time", spec.run_source.location(("roles", role, "model")),
+                            "Take  | random  out of it: name one of its texts, or put several into the data.")
+                 for role, template in templates.items() if _RANDOM.search(template or "")]
     for option, path in template_options(spec.run.data).items():
         lacks = [lack_of(option, template) if template is not None else "" for template in templates.values()]
         if lacks and all(lacks):

@@ -7,8 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import yaml
+from pyarrow import parquet
 
 from distflow.cli import main
 
@@ -193,6 +195,39 @@ def test_a_reference_of_trl_follows_in_steps_of_this_run(settings, follow):
     dag, _, left = trl(beta=0.1, lora_r=None, **settings)
     assert dag["roles"]["reference"].get("follow") == follow
     assert left == []
+
+
+@pytest.mark.parametrize(("settings", "steps", "warmup", "saved"), [
+    ({"max_steps": 30, "warmup_steps": 3}, 30, 3, None), ({"max_steps": 30, "warmup_ratio": 0.05}, 30, 2, None),
+    ({"max_steps": 200, "warmup_steps": 0.1, "save_steps": 0.25}, 200, 20, 50),  # transformers#41326, trl#4983
+    ({"max_steps": 30, "warmup_steps": 6, "save_steps": 10, "num_iterations": 2}, 15, 3, 5),  # SkyRL#873
+    ({"max_steps": 30, "warmup_ratio": 0.1, "gradient_accumulation_steps": 1, "steps_per_generation": 4}, 8, 1, None)])
+def test_steps_of_trl_are_counted_in_steps_of_this_run(settings, steps, warmup, saved):
+    _, run, left = trl(**settings)
+    assert (run["steps"], run["roles"]["actor"].get("warmup_steps")) == (steps, warmup)
+    assert (run.get("checkpoint", {}).get("every"), left) == (saved, [])
+
+
+def test_a_share_of_unknown_steps_is_listed():
+    assert trl(warmup_ratio=0.1, max_steps=-1)[2] == ["warmup_ratio: 0.1"]
+
+
+@pytest.mark.parametrize(("optim", "warmup"), [  # verl#418, verl#564
+    ({"lr_warmup_steps": -1, "lr_warmup_steps_ratio": 0.1}, 2),
+    ({"lr_warmup_steps": 5, "lr_warmup_steps_ratio": 0.1}, 5),
+    ({"lr_warmup_steps_ratio": 0.0}, None)])
+def test_the_warmup_of_verl_may_be_a_share(optim, warmup):
+    content = {**PPO, "actor_rollout_ref": {**PPO["actor_rollout_ref"], "actor": {"optim": optim}}}
+    assert converted(content)[1]["roles"]["actor"].get("warmup_steps") == warmup
+
+
+def test_tables_of_verl_are_read_as_they_are(folder):
+    asked = [{"role": "user", "content": "1 + 1?"}]
+    parquet.write_table(pyarrow.Table.from_pylist(200 * [{"prompt": asked, "reward_model": {"ground_truth": "2"}}]),
+                        folder / "t.parquet")
+    data = {"train_files": "t.parquet", "prompt_key": "prompt", "train_batch_size": 64}
+    run = converted({"algorithm": {"adv_estimator": "grpo"}, "data": data})[1]
+    assert (run["data"]["question"], run["data"]["answer"]) == ("prompt", "reward_model.ground_truth")
 
 
 @pytest.mark.parametrize(("settings", "prompts", "mini_batches"), [

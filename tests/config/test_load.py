@@ -65,6 +65,17 @@ def test_removed_keys_count_with_the_defaults_of_models_and_adapters():
     assert defaults == [128, 4, 16, 32]
 
 
+@pytest.mark.parametrize(("written", "named"), [
+    ("b.jsonl", {"b": "b.jsonl"}), ("[in/a.jsonl.gz, b.jsonl]", {"a": "in/a.jsonl.gz", "b": "b.jsonl"}),
+    ("[in/a.jsonl, out/a.jsonl]", None), ("3", None)])
+def test_load_names_validation_sets_as_their_files(written, named):
+    if named:
+        assert load_for_planning("grpo", None, [f"validation.data={written}"]).run.validation.data == named
+        return
+    with pytest.raises(InvalidInput, match="`validation.data` must be a mapping"):
+        load("grpo", None, [f"validation.data={written}"])
+
+
 def with_lines(folder: Path, text: str) -> str:
     """The run file of the embedded run, with lines of an older version."""
     (folder / "run.yaml").write_text(f"{(ROOT / 'dags/runs/embedded.yaml').read_text()}{text}\n")

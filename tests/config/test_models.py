@@ -113,6 +113,8 @@ TEMPLATE = "{% for tool in tools %}{{ tool }}{% endfor %}"
     ({"tokenizer_config.json": {}}, [], ""),
     ({}, ["tools=tools"], ""),
     (None, ["tools=tools"], "does not know `tools`"),
+    ({"chat_template.jinja": "{{ ['Hi', 'Hello'] |random }}"}, [], "the chat template of role `actor` draws at random"),
+    ({"chat_template.jinja": "{{ random }} || randomly"}, [], ""),
 ])
 def test_options_that_the_chat_template_ignores_are_found_in_the_files(tmp_path, files, options, says):
     settings = [f"data.{option}" for option in options]

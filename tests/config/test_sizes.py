@@ -160,6 +160,20 @@ def test_an_adapter_beside_a_model_is_refused_as_transformers_would_load_both(tm
         assert says in load_for_planning("sft", None, [f"roles.actor.model={folder}"]).mistakes[0].what
 
 
+@pytest.mark.parametrize(("adapter", "says"), [
+    ({"base_model_name_or_path": "Qwen/Qwen3-0.6B"}, "python -c \"import peft; m = peft.AutoPeftModelForCausalLM."),
+    ({"base_model_name_or_path": ".", "task_type": "SEQ_CLS"}, "peft.AutoPeftModelForSequenceClassification."),
+    ({"base_model_name_or_path": "unsloth/Qwen3-0.6B-bnb-4bit"}, "It names the model `unsloth/Qwen3-0.6B-bnb-4bit`, "
+     "which is quantized. Write the whole one's"),  # peft#2586, peft#2105: rounding would undo what it has learned
+    ({"base_model_name_or_path": "/root/models/mine"}, "It names the model `/root/models/mine`, which is not here. ")])
+def test_an_adapter_gets_the_line_that_makes_it_a_model(tmp_path, adapter, says):
+    """The line failed for reward models, and for adapters whose model has moved."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    hint = load_for_planning("sft", None, [f"roles.actor.model={tmp_path}"]).mistakes[0].hint
+    assert says in hint
+    assert hint.startswith("It names the model") == says.startswith("It names the model")
+
+
 def refused_on_this_machine(folder: Path) -> str:
     mistakes = load_for_planning("sft", None, [f"roles.actor.model={folder}"]).mistakes
     return "\n".join(mistake.what for mistake in mistakes if mistake.of_machine)

@@ -89,7 +89,7 @@ def fingerprint_of(turn: Turn) -> bytes:
 
 def _checked(turn: Any) -> Turn:
     """Return a turn of a user's environment with plain values; its reward may be a number of numpy or torch."""
-    reward = turn.reward if isinstance(turn, Turn) else None
+    reward: Any = turn.reward if isinstance(turn, Turn) else None
     reward = reward.item() if hasattr(reward, "item") else reward
     if not (isinstance(reward, int | float) and math.isfinite(reward) and isinstance(turn.observation, str)):
         raise TypeError(f"`step` returned {turn!r:.200}; it must return Turn(observation: str, done: bool, reward: a "
