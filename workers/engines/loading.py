@@ -48,9 +48,10 @@ _CLASSES = ('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
 """Names of one class: transformers 5 writes the first, and version 4 knows the second alone."""
 _TABLES = ("masked_bias", "inv_freq", "causal_mask")
 """Ends of names of tensors that older files have of a layer, and that a model makes itself."""
-_WEIGHTS = {"dtype": "auto", "weights_only": True, "attn_implementation": "eager"}
+_WEIGHTS = {"dtype": "auto", "weights_only": True, "attn_implementation": "eager", "return_dict": True}
 """How weights are read: a .bin file is pickled, and may hold tensors alone. Some models have other classes for other
-attention, of which "eager" is right for all; `capabilities.prepare` sets what is used."""
+attention, of which "eager" is right for all; `capabilities.prepare` sets what is used. Configurations of models that
+were traced ask for tuples."""
 
 
 def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

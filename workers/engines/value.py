@@ -6,7 +6,7 @@ reward models are published; the head is the linear layer `score`.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,7 @@ class ValueModel(SharedPrompt):
 
     def __init__(self, model: PreTrainedModel, chunks: int = 4, context: ContextParallelCache | None = None):
         super().__init__(model, chunks, context)
-        score = getattr(model, "score", None)
-        if not isinstance(score, nn.Linear) or score.out_features != 1:
-            raise EngineError(f"{type(model).__name__} has no linear head `score` of one number, as a role with  "
-                              "head: value  needs")
+        _head_of(model)
         padding = model.config.get_text_config().pad_token_id
         self.padding = -1 if padding is None else padding
 
@@ -37,7 +34,7 @@ class ValueModel(SharedPrompt):
         return last_states(self.model, tokens, only_last, **places)
 
     def read(self, outputs: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor]:
-        head = cast(nn.Linear, self.model.score)
+        head = _head_of(self.model)
         weight, bias = head.weight, head.bias
         values = nn.functional.linear(outputs.float(), weight.float(), bias if bias is None else bias.float())
         return (values.squeeze(-1),)
@@ -55,6 +52,14 @@ class ValueModel(SharedPrompt):
         return all_values[before], all_values[ends - response_lengths + (places * read).amax(1)]
 
 
+def _head_of(model: nn.Module) -> nn.Linear:
+    score = getattr(model, "score", None)
+    if not isinstance(score, nn.Linear) or score.out_features != 1:
+        raise EngineError(f"{type(model).__name__} has no linear head `score` of one number, as a role with  "
+                          "head: value  needs")
+    return score
+
+
 @torch.no_grad()
 def with_value_head(model: PreTrainedModel) -> PreTrainedModel:
     """Replace the vocabulary head of a causal language model by a value head of zeros; other weights are shared."""
@@ -66,6 +71,6 @@ def with_value_head(model: PreTrainedModel) -> PreTrainedModel:
     with torch.device("meta"):
         valued = kind(model.config)
     setattr(valued, valued.base_model_prefix, model.base_model)
-    valued.score = nn.Linear(valued.score.in_features, 1, bias=False)  # OPT's may be narrower than its layers
+    valued.score = nn.Linear(_head_of(valued).in_features, 1, bias=False)  # OPT's may be narrower than its layers
     nn.init.zeros_(valued.score.weight)
     return valued.train(model.training)

@@ -186,6 +186,12 @@ def test_the_configuration_of_a_head_of_its_own_says_so(tmp_path):
         assert torch.equal(model.lm_head.weight, head)
 
 
+def test_a_model_that_was_traced_returns_names(tmp_path):
+    build_model(270, 0, layers=1, hidden=64, heads=2, kv_heads=1).save_pretrained(tmp_path)
+    change(tmp_path / "config.json", return_dict=False)
+    assert _load_folder(tmp_path, "lm")(torch.arange(3)[None]).logits.shape == (1, 3, 270)
+
+
 def test_a_prefix_of_all_names_is_told(tmp_path):
     """torch.compile's `_orig_mod.` and others: the head is tied, and no file has it."""
     build_model(270, 0, layers=1, hidden=64, heads=2, kv_heads=1).save_pretrained(tmp_path)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from columns import random_rows
+from engines.families import build
 from transformers import OPTConfig, OPTForCausalLM
 
 from distflow.config.dag import Role
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
+from distflow.errors import EngineError
 from workers.engines.embedded import build_model
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.policy import inputs_of
@@ -88,6 +90,11 @@ def test_a_new_head_is_as_wide_as_what_it_reads():
     inputs = inputs_of(batch["prompts"], batch["responses"], 0, torch.device("cpu"))
     found = [plain(model, *row) for row in zip(batch["prompts"].rows, batch["responses"].rows)]
     assert torch.allclose(ValueModel(model)(*inputs)[1], torch.stack([score for _, score in found]), atol=1e-5)
+
+
+def test_a_family_whose_classifiers_have_another_head_is_refused():
+    with pytest.raises(EngineError, match="CTRLForSequenceClassification has no linear head `score` of one number"):
+        with_value_head(build("ctrl"))
 
 
 def test_the_head_is_not_rounded_with_the_model(mesh):
