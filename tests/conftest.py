@@ -20,6 +20,7 @@ from typing import Any
 
 import fork_server
 import pytest
+from _pytest.pathlib import import_path
 from harness import command, environment, with_settings, write_workspace
 from hypothesis import settings
 from ranks import forget_users
@@ -89,10 +90,30 @@ class FailureNames:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "gpu":  # `make gpu` alone uses one: what else is shown holds on any machine
         os.environ["CUDA_VISIBLE_DEVICES"] = fork_server.ENVIRONMENT["CUDA_VISIBLE_DEVICES"] = ""
-    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        fork_server.join()
+    elif getattr(config.option, "numprocesses", None):
         fork_server.share()
     if terminal := config.pluginmanager.get_plugin("terminalreporter"):  # not in a process that xdist starts
         config.pluginmanager.register(FailureNames(terminal))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Load the modules of all tests once, before the processes of xdist are forked."""
+    config = session.config
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        return
+    places = [Path(argument.partition("::")[0]) for argument in config.args]
+    for file in [file for place in places for file in (place.rglob("test_*.py") if place.is_dir() else (place,))]:
+        known = {*sys.modules}
+        try:
+            import_path(file.absolute(), mode="importlib", root=config.rootpath, consider_namespace_packages=False)
+        except (Exception, pytest.skip.Exception):  # noqa: BLE001 - its process will say it
+            for name in {*sys.modules} - known:
+                if getattr(sys.modules[name], "__file__", None) == str(file.absolute()):
+                    del sys.modules[name]
+    subprocess._fork_exec = fork_or_execute  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.fixture(autouse=True)

@@ -31,15 +31,19 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # as `launch.py` has it
 """When tests are collected: the server keeps none of the variables that the test sets which is the first to need it."""
 _SHARED = "TESTS_FORK_SERVER"
-if address := os.environ.get(_SHARED):
-    _forkserver._forkserver_address, _forkserver.ensure_running = address, lambda: None
-    _forkserver._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)  # who has started it keeps it
 
 
 def share() -> None:
     """Start the server for the processes that this one is about to start."""
     _start()
     os.environ[_SHARED] = _forkserver._forkserver_address
+
+
+def join() -> None:
+    """Use the server of the process that has started this one."""
+    _forkserver._forkserver_address, _forkserver.ensure_running = os.environ[_SHARED], lambda: None
+    _forkserver._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)  # who has started it keeps it
+    own_heartbeat()
 
 
 def fork_process(target: Callable[..., None], *arguments: Any, daemon: bool = False) -> ForkServerProcess:
@@ -50,11 +54,15 @@ def fork_process(target: Callable[..., None], *arguments: Any, daemon: bool = Fa
 
 
 def _with_own_heartbeat(target: Callable[..., None], *arguments: Any) -> None:
-    """The server's is memory that all its forks share: a test would see the progress of others, also of those of other
-    test processes."""
+    own_heartbeat()
+    target(*arguments)
+
+
+def own_heartbeat() -> None:
+    """Make a heartbeat for this fork. Its parent's is memory that all forks share: a test would see the progress of
+    others, also of those of other test processes."""
     if heartbeat := sys.modules.get("distflow.telemetry.heartbeat"):
         heartbeat.set_current(heartbeat.Heartbeat())
-    target(*arguments)
 
 
 def _start() -> None:

@@ -25,7 +25,7 @@ from subprocess import TimeoutExpired
 from typing import IO, Any, NoReturn
 
 from fork_server import fork_process
-from warm import become, forget_parent
+from warm import become, forget_modules, forget_parent
 
 SCRIPT = Path(__file__).resolve().parents[1] / "distflow" / "launch.py"
 _OURS = ("distflow.launch", "distflow.recovery.scale", "distflow.recovery.supervisor", "planners", "workers.context",
@@ -162,6 +162,7 @@ def load() -> None:
 def serve(line: socket.socket) -> None:
     """Jobs until the tests are over. A rank leaves by the `SystemExit` of its script, as any process does."""
     forget_parent()
+    forget_modules()
     load()
     sys.path.insert(0, str(SCRIPT.parents[1]))
     for name in _OURS:

@@ -2,7 +2,7 @@
 
 `subprocess` starts a program by `_fork_exec`. Here that forks alone where the program is Python and ours: the command
 line, torchrun, a rank. The parent, descriptors, session and signals are those of the command; its modules of ours are
-loaded again. What a forked process cannot show is how a cold one starts.
+loaded again; xdist's processes keep them. What a forked process cannot show is how a cold one starts.
 """
 
 from __future__ import annotations
@@ -25,21 +25,25 @@ import weakref
 from pathlib import Path
 from typing import Any, NoReturn
 
+from execnet import gateway_io
+
 _PYTHON, _OPTIONS = sys.executable, ("-P", "-u")
 _LOADED_AGAIN = ("distflow", "planners", "workers", "benchmarks")
 _LIBRARY = [place for place in sys.path
             if place not in {*map(str, Path(__file__).parents), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}]
 """Where Python finds packages, whatever the folder and PYTHONPATH of a command."""
+_XDIST = ["-c", gateway_io.popen_bootstrapline]
 _fork_exec = subprocess._fork_exec  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def command_of(words: list[str]) -> list[str]:
-    """`-m MODULE ARGUMENTS` or `FILE ARGUMENTS` where a program's words are a Python command that can be forked, else
-    nothing."""
+    """`-m MODULE ARGUMENTS`, `FILE ARGUMENTS` or xdist's `-c CODE` where words are a Python command that can be forked,
+    else nothing."""
     if words[0] != _PYTHON:
         return []
     rest = [word for word in words[1:3] if word not in _OPTIONS] + words[3:]
-    return rest if rest[0].endswith(".py") or rest[0] == "-m" and _ours(rest[1]) else []
+    known = rest[0].endswith(".py") or rest[0] == "-m" and _ours(rest[1]) or rest == _XDIST
+    return rest if known else []
 
 
 def _ours(module: str) -> bool:
@@ -60,6 +64,8 @@ def fork_or_execute(words: list[Any], executables: tuple[bytes, ...], close: boo
         return process
     try:
         forget_parent()
+        if line != _XDIST:
+            forget_modules()
         for number, given in enumerate((stdin, stdout, stderr)):
             if given != -1:
                 os.dup2(given, number)
@@ -94,8 +100,8 @@ def _files() -> dict[int, str]:
 
 def become(line: list[str]) -> NoReturn:
     """Be the Python of this command line in this process, which was forked and has its descriptors and variables."""
-    rank = line[0].endswith("launch.py")  # has threads, of which a fork knows nothing
-    subprocess._fork_exec = _fork_exec if rank else fork_or_execute  # pyright: ignore[reportAttributeAccessIssue]
+    threads = line == _XDIST or line[0].endswith("launch.py")  # of which a fork knows nothing
+    subprocess._fork_exec = _fork_exec if threads else fork_or_execute  # pyright: ignore[reportAttributeAccessIssue]
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115 - as Python begins
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     module = line[0] == "-m"
@@ -104,7 +110,9 @@ def become(line: list[str]) -> NoReturn:
     sys.path[:] = [os.getcwd() if module else str(Path(line[0]).resolve().parent), *search, *_LIBRARY]
     random.seed()
     try:
-        if module:
+        if line == _XDIST:
+            exec(line[1], {})
+        elif module:
             runpy.run_module(line[1], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(line[0], run_name="__main__")
@@ -113,7 +121,7 @@ def become(line: list[str]) -> NoReturn:
 
 
 def forget_parent() -> None:
-    """Undo what a process keeps over a fork and not over an execution: work at its end, signal handlers, modules."""
+    """Undo what a process keeps over a fork and not over an execution: work at its end, and signal handlers."""
     weakref.finalize._registry.clear()  # pyright: ignore[reportAttributeAccessIssue]
     weakref.finalize._registered_with_atexit = False  # pyright: ignore[reportAttributeAccessIssue]
     sys.excepthook = sys.__excepthook__
@@ -126,9 +134,13 @@ def forget_parent() -> None:
             signal.signal(number, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.freeze()  # a file of the parent's that is collected later would close a descriptor of another's
+
+
+def forget_modules() -> None:
+    """Have modules of ours loaded again."""
     for name in [name for name in sys.modules if _ours(name)]:
         del sys.modules[name]
-    gc.freeze()  # a file of the parent's that is collected later would close a descriptor of another's
 
 
 def _leave(end: BaseException | None) -> NoReturn:
