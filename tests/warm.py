@@ -23,6 +23,7 @@ import threading
 import traceback
 import weakref
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 from execnet import gateway_io
@@ -37,13 +38,12 @@ _fork_exec = subprocess._fork_exec  # pyright: ignore[reportAttributeAccessIssue
 
 
 def command_of(words: list[str]) -> list[str]:
-    """`-m MODULE ARGUMENTS`, `FILE ARGUMENTS` or xdist's `-c CODE` where words are a Python command that can be forked,
-    else nothing."""
+    """`-m MODULE ARGUMENTS`, `FILE ARGUMENTS` or `-c CODE ARGUMENTS` where words are a Python command that can be
+    forked, else nothing."""
     if words[0] != _PYTHON:
         return []
     rest = [word for word in words[1:3] if word not in _OPTIONS] + words[3:]
-    known = rest[0].endswith(".py") or rest[0] == "-m" and _ours(rest[1]) or rest == _XDIST
-    return rest if known else []
+    return rest if rest[0].endswith(".py") or rest[0] == "-c" or rest[0] == "-m" and _ours(rest[1]) else []
 
 
 def _ours(module: str) -> bool:
@@ -104,14 +104,15 @@ def become(line: list[str]) -> NoReturn:
     subprocess._fork_exec = _fork_exec if threads else fork_or_execute  # pyright: ignore[reportAttributeAccessIssue]
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115 - as Python begins
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-    module = line[0] == "-m"
-    sys.argv = line[1:] if module else line
+    module, code = line[0] == "-m", line[0] == "-c"
+    sys.argv = line[1:] if module else ["-c", *line[2:]] if code else line
     search = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-    sys.path[:] = [os.getcwd() if module else str(Path(line[0]).resolve().parent), *search, *_LIBRARY]
+    sys.path[:] = [os.getcwd() if module or code else str(Path(line[0]).resolve().parent), *search, *_LIBRARY]
     random.seed()
     try:
-        if line == _XDIST:
-            exec(line[1], {})
+        if code:
+            sys.modules["__main__"] = main = ModuleType("__main__")
+            exec(line[1], main.__dict__)
         elif module:
             runpy.run_module(line[1], run_name="__main__", alter_sys=True)
         else:

@@ -55,7 +55,7 @@ def test_an_entry_is_read_again_when_that_is_due(monkeypatch):
     assert len(store.operations) == 3
 
 
-def test_one_thread_waits_for_a_store_that_stands_still():
+def test_one_thread_waits_for_a_store_that_stands_still(forked):
     store = StoreProcess()
     directory = ShardDirectory(client(store.port))
     directory.take(0, HERE)

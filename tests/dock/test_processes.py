@@ -48,7 +48,7 @@ def consumer(address, token, journal, limit=3.0, pause=0.004):
     return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
 
 
-def test_killing_a_consumer_loses_nothing_and_trains_nothing_twice(children, token, tmp_path):
+def test_killing_a_consumer_loses_nothing_and_trains_nothing_twice(children, token, tmp_path, forked):
     """One of two consumers is killed at a random moment; the other finishes."""
     random.seed(3)
     address = children().address
@@ -79,7 +79,7 @@ def test_killing_a_consumer_loses_nothing_and_trains_nothing_twice(children, tok
 
 
 @pytest.mark.run
-def test_a_stopped_consumer_loses_its_lease_by_silence(children, token, tmp_path):
+def test_a_stopped_consumer_loses_its_lease_by_silence(children, token, tmp_path, forked):
     """SIGSTOP closes no connection: only time tells."""
     address, journal = children().address, tmp_path / "journal"
     journal.touch()
@@ -142,7 +142,7 @@ with DockClient([("127.0.0.1", int(port)) for port in sys.argv[2:]], bytes.fromh
 """
 
 
-def test_a_rollout_that_is_killed_within_a_put_leaves_no_group_of_two_attempts(children, token):
+def test_a_rollout_that_is_killed_within_a_put_leaves_no_group_of_two_attempts(children, token, forked):
     addresses = [children().address for _ in range(2)]
     command = [sys.executable, "-c", ROLLOUT, token.hex(), *(str(port) for _, port in addresses)]
     with DockClient(addresses, token, "test") as dock:

@@ -415,7 +415,7 @@ def test_a_supervisor_without_a_store_ends(start, tmp_path):
 
 
 @pytest.fixture
-def store_process():
+def store_process(forked):
     from stores import StoreProcess  # most tests here need no torch
 
     made = StoreProcess()

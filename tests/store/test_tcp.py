@@ -23,7 +23,7 @@ def store():
 
 
 @pytest.fixture
-def process():
+def process(forked):
     made = StoreProcess()
     yield made
     made.end()

@@ -52,7 +52,7 @@ def test_ranks_that_start_again_begin_another_attempt(store, token, ranks):
     assert first != second
 
 
-def test_a_puller_is_served_without_the_store(token):
+def test_a_puller_is_served_without_the_store(token, forked):
     kept = StoreProcess()
     trainer = Publisher(client(kept.port), token, rank=0, ranks=1, transport="tcp")
     try:
