@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures.thread
 import contextlib
+import faulthandler
 import gc
 import logging
 import multiprocessing.util
@@ -22,6 +23,7 @@ import sys
 import threading
 import traceback
 import weakref
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -123,6 +125,8 @@ def become(line: list[str]) -> NoReturn:
 
 def forget_parent() -> None:
     """Undo what a process keeps over a fork and not over an execution: work at its end, and signal handlers."""
+    faulthandler.disable()  # it has a descriptor, and so has multiprocessing: others may have their numbers now
+    resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None
     weakref.finalize._registry.clear()  # pyright: ignore[reportAttributeAccessIssue]
     weakref.finalize._registered_with_atexit = False  # pyright: ignore[reportAttributeAccessIssue]
     sys.excepthook = sys.__excepthook__

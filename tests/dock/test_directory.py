@@ -76,9 +76,11 @@ def test_one_thread_waits_for_a_store_that_stands_still(forked):
 
 
 @pytest.mark.parametrize("place", ["reply", "connection", "send"])
-def test_a_request_continues_with_the_process_that_has_taken_the_shards_place(children, token, monkeypatch, place):
+def test_a_request_continues_with_the_process_that_has_taken_the_shards_place(children, token, monkeypatch, forked,
+                                                                              place):
     """It waits for a reply of the silent one, or to be connected, or for its bytes to be taken."""
     monkeypatch.setattr(MappedHeap, "of_server", lambda offer, token: None)  # all bytes go through the connection
+    monkeypatch.setattr("distflow.rpc.pool._CONNECT", 1.0)
     directory = ShardDirectory(hosted())
     first, consumers = children(directory=directory), (Consumer("trainer", ("order",)),)
     with DockClient([first.address], token, "rollout", 300, directory=directory) as at, ThreadPoolExecutor(1) as pool:

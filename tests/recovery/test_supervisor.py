@@ -54,6 +54,10 @@ code = supervisor.run()
 write("left", f"{len(os.listdir('/proc/self/fd')) - before} {threading.active_count() - threads}")
 sys.exit(code)
 '''
+IN_A_HURRY = """
+from distflow.recovery import restarts
+restarts._SETTLE = 0.2  # for a cause of silence to be known
+"""
 ABOVE = f"""
 import subprocess, sys
 sys.path.insert(0, {str(ROOT / "tests")!r})
@@ -175,7 +179,7 @@ def test_what_fails_again_ends_with_the_traceback_and_the_first_cause(run, tmp_p
 ])
 def test_what_comes_from_outside_is_no_mistake_of_the_program(run, tmp_path, sign, code, verdicts):
     """Three times in one step; a fault of its own ends the run at the second time."""
-    ended, _ = run("robust = {'detectors': {'frozen': {'seconds': 1.0}}}\n\ndef work(context):\n"
+    ended, _ = run(IN_A_HURRY + "robust = {'detectors': {'frozen': {'seconds': 1.0}}}\n\ndef work(context):\n"
                    "    context.heartbeat.start()\n    lived(context, 3)\n    if context.attempt.number < 3:\n"
                    f"        os.kill(os.getpid(), signal.{sign})\n        time.sleep(600)\n")
     assert ended == code
@@ -335,7 +339,7 @@ HANGS = {"in a call": "threading.Event().wait()", "in a call that holds Python's
 
 @pytest.mark.parametrize("how", HANGS)
 def test_the_line_where_a_worker_hangs_or_crashes_is_named(run, tmp_path, how):
-    code, said = run("import ctypes\n"
+    code, said = run(IN_A_HURRY + "import ctypes\n"
                      "robust = {'detectors': {'frozen': {'seconds': 1.0}, 'stalled': {'seconds': 1.0}}}\n\n"
                      f"def reward():\n    {HANGS[how]}\n\n"
                      "def work(context):\n    context.heartbeat.start()\n    lived(context)\n"
