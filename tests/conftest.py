@@ -41,15 +41,21 @@ RUNNING = {"ready", "cluster"}
 """Fixtures that start whole runs."""
 
 
+_MATTERS = {"dags": 0, "tests": 1}
+"""Folders whose whole runs are begun first of those that may be left out."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if RUNNING & set(getattr(item, "fixturenames", ())):
             item.add_marker("run")
     runs = Counter(item.path for item in items if item.get_closest_marker("run"))
-    # Files with most whole runs come first, since they take minutes; or behind all others, where some may be left out.
+    # Files with most whole runs come first, since they take minutes; or behind all others, where some may be left out:
+    # those of a part of the product, of which other tests tell much, before those that learn or test it as a whole.
     # Of the others long ones do: so those that are the last to end are short.
     length = {path: path.stat().st_size for path in {item.path for item in items}}
-    items.sort(key=lambda item: (bool(MINUTES) and item.path in runs, -runs[item.path], -length[item.path]))
+    late = {path: bool(MINUTES) and 1 + _MATTERS.get(path.parent.name, 2) for path in runs}
+    items.sort(key=lambda item: (late.get(item.path, 0), -runs[item.path], -length[item.path]))
 
 
 def pytest_collection() -> None:
