@@ -79,6 +79,8 @@ def _rate(series: Series, key: str, text: str) -> float:
     as much, models without a size in billions in their name fifty times."""
     role = f"roles.{role_of(key)}"
     adapts = series.settings.get(f"{role}.lora.rank", "null") != "null"
+    if series.settings.get(f"{role}.trained") == "false":
+        return math.nan
     judges = role_of(key) != series.trained_role or bool(series.functions & IMITATION)
     large = re.search(r"\d[bB]\b", series.settings.get(f"{role}.model.path", ""))
     return number(text, math.nan) / 10 ** (adapts + judges) / (1 if large else 50)
@@ -131,7 +133,7 @@ def _clip(series: Series, key: str, text: str) -> float:
 
 
 USUAL = (
-    Usual("roles.*.learning_rate", 1e-9, 1e-5, (1e-12, 1e-4),
+    Usual("roles.*.learning_rate", 5e-9, 1e-5, (1e-12, 1e-4),
           "updates are too small to change anything|each update is too large: the model is destroyed, not trained",
           "", of=_rate),
     Usual("roles.*.lora.alpha", 0.2, 16, (0.02, 100),
@@ -162,6 +164,7 @@ USUAL = (
           "0.001"),
     Usual("nodes.*.with.entropy", 0, 0.05, (0, 0.2), "|the bonus outweighs the reward: the policy is paid for being "
           "random", "0"),
+    Usual("nodes.*.with.nll", 0, 5, (0, 50), "|the likelihood of preferred answers outweighs what is preferred", "1"),
     Usual("nodes.*.with.gamma", 0.99, 1, (0.9, 1), "most tokens never hear of the reward at the end", "1.0"),
     Usual("nodes.*.with.centering", 0, 1, (0, 20), "|all scores are drawn to 0, so that none tells answers apart",
           "0.01"),
@@ -354,6 +357,9 @@ CAUSES = (
           "right answers hardly count in the training reward{0}", "a smaller weight of that part", _HELD),
     Cause(_pays_others, "the reward pays wrong answers, too: {0:.0%} of the completions earn, and {1:.0%} are right",
           PAID, "no_signal held_out_falls reward_against_answers"),
+    Cause(lambda series, _since: "model_score" in series.functions, "the reward model does not tell right answers from "
+          "wrong ones: its head has random weights, as a base model's, or it knows another form of texts",
+          "the model of the role that scores", "reward_against_answers"),
     Cause(_abstains, "a wrong answer costs {0:g} and none costs nothing: on problems that it may get wrong, no answer "
           "earns more, and the policy stops answering", "pay wrong and missing answers alike", _HELD),
     Cause(_read_all("prompt/same_answer", 0.5), "{0:.0%} of a step's prompts have the same answer, which the policy "
@@ -366,9 +372,9 @@ CAUSES = (
     Cause(_read_all("prompt/unmarked", 0.3), "{0:.0%} of the answers that are learnt lack the mark (`####`, "
           "`\\boxed{{}}`) by which held-out ones are read: they have another form",
           "mark the final answers of  data.train", _HELD),
-    Cause(_foreign, "the answers that are learnt have another form than the model's own, or belong to other questions: "
-          "their loss is {0:.2g} at first, though it answers {1:.0%} of the held-out problems", "compare a record's "
-          "answer with what the model writes", _HELD),
+    Cause(_foreign, "the answers that are learnt have another form than the model's own, belong to other questions, or "
+          "are shifted by a token: their loss is {0:.2g} at first, though it answers {1:.0%} of the held-out problems",
+          "compare a record's answer with what the model writes", _HELD),
     Cause(_narrow, "the training data is narrow: all prompts have {0:.0f} to {1:.0f} tokens, as one kind of question, "
           "and the policy specialises on it", "training data as diverse as what it is held out for", _HELD),
     Cause(lambda series, _since: series.recent(series.reward) > 0.9 * _most(series) > 0 and

@@ -136,8 +136,8 @@ def _wrong_pays(series: Series) -> Seen:
     most, right = dict(series.known("earned/wrong_max")), dict(series.known("earned/right"))
     as_much = [step for step in right if most.get(step, -math.inf) >= right[step] > 0]
     usual = series.start("earned/wrong", 8) > 0.15 * series.start("earned/right", 8)  # equal answers in other words
-    return usual and len(as_much) > 0.3 * len(right) and (middle([most[step] for step in as_much]),
-                                                          middle([right[step] for step in as_much]))
+    return usual and len(as_much) > 0.3 * len(right) and (middle([most[step] for step in as_much]), middle(
+        [right[step] for step in as_much]), series.deciding_part)
 
 
 def _counts_more(series: Series) -> Seen:
@@ -210,6 +210,9 @@ FACTS = (
     Fact(Origin.DATA, "data_lost", _swapped_fields, "{0:.0%} of the prompts hold the mark of a final answer (`####`)",
          "questions and answers have changed places: the model learns to write questions",
          "exchange  data.question  and  data.answer , or the fields of  data.train"),
+    Fact(Origin.DATA, "", lambda series: series.start("samples") < 8 and (series.start("samples"),), "A step has "
+         "{0:.0f} samples", "so few samples are noise: most steps teach nothing, and the others what was chance",
+         "a larger  data.batch  or  nodes.rollout.with.group_size"),
     Fact(Origin.DATA, "", _longer, "Nearly all chosen answers are {0} than the rejected ones",
          "length alone tells them apart, and the model learns to write {0} ones, not better ones",
          "pairs of like length in  data.train"),
@@ -229,8 +232,8 @@ FACTS = (
          "(correlation {0:.2f})", "the position decides, not the answer, as with a judge that prefers what it is "
          "shown first", "score each answer alone, or in an order by chance"),
     Fact(Origin.REWARD, "reward_against_answers", _wrong_pays, "Some wrong answers earn {0:.3g}, and right ones "
-         "{1:.3g}", "the reward pays for wrong answers, too: what it pays beside a right result can be earned "
-         "without one", PAID),
+         "{1:.3g}", "the reward pays for wrong answers, too{2}: what it pays beside a right result can be "
+         "earned without one", PAID),
     Fact(Origin.REWARD, "", _counts_more, "Right answers earn from {0:.3g} to {1:.3g}, and wrong ones up to {2:.3g}",
          "the reward counts something beside the result, such as steps, length or form, and more of it earns more than "
          "to be right", PAID),

@@ -145,6 +145,13 @@ class Series:
         return {value for key, value in self.settings.items() if key.startswith("nodes.") and key.endswith(".function")}
 
     @cached_property
+    def own_nodes(self) -> str:
+        """The nodes whose functions are the run's own, to be said behind a reading; "" if none is."""
+        found = [f"`{key.split('.')[1]}` ({value})" for key, value in self.settings.items() if ":" in value and
+                 key.startswith("nodes.") and key.endswith(".function")]
+        return f"; of its own it has the node {', '.join(found)}" if found else ""
+
+    @cached_property
     def group_sizes(self) -> list[int]:
         """Samples of a prompt, by each node that says it."""
         return [int(self.number(key, 0.0)) for key in self.settings if key.endswith(".with.group_size")]

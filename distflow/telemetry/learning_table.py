@@ -84,7 +84,7 @@ class Reading:
         return {"metric": metric, "name": metric.partition("/")[0], "last": metric.rpartition("/")[2],
                 "key": key, "set": given or f"{self.usual:g}",
                 "more": f"{4 * number(given, self.usual):.12g}", "part": series.deciding_part, "step": series.steps[-1],
-                "earned": series.recent(series.reward, RECENT),
+                "earned": series.recent(series.reward, RECENT), "own": series.own_nodes,
                 "parts": ", ".join(f"`{name.removeprefix('reward/')}`" for name in series.parts) or "reward",
                 "role": series.trained_role, "node": series.update_node, "lower": series.lower_rate}
 
@@ -320,7 +320,7 @@ READINGS = (
             "{part}", f"nodes.reward.with.reward: a weight above 0 for what is right; {_COMPARE}", most=-0.3, steps=6,
             rows="high"),
     Reading("reward_against_answers", REWARD, "reward/answer_correlation", -0.3,
-            "Right answers earn no more than wrong ones (correlation {value:.2f})",
+            "Right answers earn no more than wrong ones (correlation {value:.2f}{own})",
             "something else decides the reward: noise, rewards of other rows, another of its parts, or another field "
             "than the answer{part}; nothing is wrong if being right is not the task",
             f"{_COMPARE}, or  robust.detectors.reward_against_answers=off", most=0.25, steps=8, when=_some_right,
@@ -499,6 +499,9 @@ READINGS = (
             "roles.reference.follow=null , or a mix below 1", steps=2, base=6, drop=0.25,
             when=lambda series: min(series.before("policy/kl_reference", 2, 6, 4) or [0.0]) > max(
                 0.002, 4 * max(series.last("policy/kl_reference", 2)))),
+    Reading("reference_moves", UPDATE, "preference/margin", -1e-6, "Policy and reference differ in nothing, ever",
+            "the reference takes the policy's weights in each step (follow), or is the policy itself",
+            "roles.reference.follow=null", most=1e-6, steps=8),
     Reading("optimizer_forgets", UPDATE, "*gradient/remembered", 1e-9,
             "The optimizer remembers {value:.0f} updates, and {before:.0f} in the step before",
             "its state is cleared or made anew (each step, or by a resume without it): every update is as large as the "

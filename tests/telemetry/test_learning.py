@@ -94,6 +94,7 @@ def test_noise_is_no_fault(seed):
     ("stale_data", {"staleness__mean": 6.0}),
     ("same_observations", {"environment__same_answers": None}),
     ("advantage_scale", {"advantages__std": 0.001}),
+    ("reference_moves", {"preference__margin": 0.0}),
 ])
 def test_each_fault_is_named_soon_and_since_its_first_step(detector, changed):
     found = {fault.detector: fault for fault in faults_of(steps_of(40, first=21, **changed))}
@@ -177,8 +178,23 @@ def test_what_preflight_has_doubted_is_a_fact(kind):
     assert faults_of(steps_of(20), SYNC, doubts=[seldom, Doubt("a note")]) == []
 
 
+@pytest.mark.parametrize(("changed", "settings", "says"), [
+    ({"reward__answer_correlation": 0.0}, SYNC | {"nodes.vote.function": "mine:majority"}, "`vote` (mine:majority)"),
+    ({"reward__answer_correlation": 0.0}, SYNC | {"nodes.reward.function": "model_score"}, "random weights"),
+    ({"policy__kl_reference": 0.2}, SYNC | {"roles.reference.copy_of": "null"}, "not the model that is trained"),
+    ({}, PAIRS | {"nodes.update.with.nll": "100"}, "outweighs what is preferred"),
+    ({"policy__kl_reference": 1e-9}, SYNC | {"roles.actor.learning_rate": "5e-7", "roles.actor.lora.rank": "16"},
+     "`roles.actor.learning_rate` is 5e-7"),
+])
+def test_what_a_run_has_of_its_own_is_named(changed, settings, says):
+    fault, *_ = faults_of(steps_of(20, **changed), settings)
+    assert says in fault.message
+    assert faults_of(steps_of(20), settings | {"nodes.update.with.nll": "1"}) == []
+
+
 @pytest.mark.parametrize(("changed", "settings", "cause"), [
     ({"preference__length_correlation": 1.0}, PAIRS, "longer"),
+    ({"samples": 2.0}, SYNC, "so few samples"),
     ({"earned__right": 1.0, "earned__wrong": 0.0, "earned__wrong_max": 0.03, "earned__wrong_min": 0.0}, SYNC,
      "small difference"),
     ({"earned__right_min": 1.5, "earned__right_max": 2.0, "earned__wrong_max": 1.0}, SYNC, "beside the result"),

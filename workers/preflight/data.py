@@ -37,8 +37,8 @@ _OFFER = re.compile(r"(?:^|[\s(\[])([A-J]|[a-j])[).:\]]\s", re.MULTILINE)
 
 
 def prove_data(records: FirstRecords) -> Iterator[FailedProof]:
-    for proof in (*(_OF_ANSWERS if records.have_answers else ()), _pairs_differ, _tool_calls_can_be_read,
-                  _tools_are_named, _questions_are_whole):
+    for proof in (*(_OF_ANSWERS if records.have_answers else ()), _questions_are_not_in_answers, _pairs_differ,
+                  _tool_calls_can_be_read, _tools_are_named, _questions_are_whole):
         yield from proof(records)
 
 
@@ -62,18 +62,22 @@ def _answers_are_not_in_questions(records: FirstRecords) -> Iterator[FailedProof
     same = [index for index, (question, answer) in enumerate(pairs) if question == answer]
     yield from records.failed(same, " has its question as its answer, too", _other_field(records), doubt=True,
                               kind="other_field")
-    begins = [index for index, (question, answer) in enumerate(pairs)
-              if question != answer and len(question) >= _LONG and answer.startswith(question)]
-    if 2 * len(begins) > len(records):
-        yield from records.failed(begins, " has an answer that begins with its question, which the model then learns "
-                                  "to repeat", "Take the questions out of the answers.", doubt=True,
-                                  kind="question_in_answer")
     ends = [index for index, (question, answer) in enumerate(pairs)
             if question != answer and _ends_with(question, answer)]
     if 2 * len(ends) > len(records):
         yield from records.failed(ends, " ends with its answer, which the model then only repeats", "Take the answers "
                                   "out of the questions, or name another field:  --set data.question=FIELD", doubt=True,
                                   kind="answer_in_question")
+
+
+def _questions_are_not_in_answers(records: FirstRecords) -> Iterator[FailedProof]:
+    said = [[answer, answer_text(row.get("chosen", ""))] for answer, row in zip(records.answers, records.rows)]
+    begins = [index for index, question in enumerate(map(str.strip, records.questions)) if len(question) >= _LONG and
+              any(text.strip() != question and text.strip().startswith(question) for text in said[index])]
+    if 2 * len(begins) > len(records):
+        yield from records.failed(begins, " has an answer that begins with its question, which the model then learns "
+                                  "to repeat", "Take the questions out of the answers.", doubt=True,
+                                  kind="question_in_answer")
 
 
 def _choices_are_offered(records: FirstRecords) -> Iterator[FailedProof]:

@@ -29,7 +29,7 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
     "questions end with their answers": (Task([{**each, "question": f"{each['question']}\n{each['answer']}"}
                                                for each in ANSWERED]), False, "ends with its answer"),
     "chosen answers begin with their questions": (
-        Task([{**each, **{name: f"{each['question']} {each[name]}" for name in ("answer", "chosen", "rejected")}}
+        Task([{**each, **{name: f"{each['question']} {each[name]}" for name in ("chosen", "rejected")}}
               for each in PAIRS], dag="dpo", data={"columns": ["chosen", "rejected"]}), False,
         "has an answer that begins with its question"),
     "choices in another case": (Task([{**each, "answer": each["answer"].lower()} for each in CHOICES]), False,
