@@ -3,7 +3,7 @@
     announce       each rank announces its rows and its free shared memory; all read the notices of all (`RowNotices`)
     Route          from all notices, each rank computes where every row will lie in its reader's memory
     Redistributor  moves: within a machine the holder writes a row to its final address; rows for other machines
-                   travel packed by `all_to_all_single`, a few MiB at a time, with sizes known at both ends, and the
+                   travel packed by `all_to_all_single`, in up to 16 rounds, with sizes known at both ends, and the
                    reader places them
 """
 
@@ -35,6 +35,8 @@ _SLACK = 1.25
 _SHOWN = 5
 ROUND_BYTES = 4 << 20
 """Of rows that a rank sends to or gets from other machines at once; they are in memory twice meanwhile."""
+_MOST_ROUNDS = 16
+"""Of many rows a sixteenth goes at once, since all ranks wait for each other in each round."""
 
 Destinations = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """From the ids of all rows [rows] to pairs (row [pairs], share [pairs]): a row may go to several shares, or to none."""
@@ -408,7 +410,7 @@ class Redistributor:
     def _send(self, buffers: Buffers, route: Route, receivers: ShareReceivers, machines: np.ndarray,
               memory: dict[Destination, np.ndarray]) -> None:
         """Exchange rows with other machines, a few at a time: none of them is in memory twice for long."""
-        rounds = route.rounds(machines, receivers, ROUND_BYTES)
+        rounds = min(_MOST_ROUNDS, route.rounds(machines, receivers, ROUND_BYTES))
         if not rounds:
             return
         far = machines[receivers.ranks] != machines[self.rank]
