@@ -111,7 +111,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         return
     places = [Path(argument.partition("::")[0]) for argument in config.args]
-    for file in [file for place in places for file in (place.rglob("test_*.py") if place.is_dir() else (place,))]:
+    found = [file for place in places for file in (place.rglob("test_*.py") if place.is_dir() else (place,))]
+    for file in [file for file in found if not any(part.startswith(".venv") for part in file.parts)]:
         known = {*sys.modules}
         try:
             import_path(file.absolute(), mode="importlib", root=config.rootpath, consider_namespace_packages=False)

@@ -41,8 +41,9 @@ def share() -> None:
 
 def join() -> None:
     """Use the server of the process that has started this one."""
-    _forkserver._forkserver_address, _forkserver.ensure_running = os.environ[_SHARED], lambda: None
-    _forkserver._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)  # who has started it keeps it
+    if address := os.environ.get(_SHARED):
+        _forkserver._forkserver_address, _forkserver.ensure_running = address, lambda: None
+        _forkserver._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)  # who has started it keeps it
     own_heartbeat()
 
 

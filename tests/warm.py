@@ -28,14 +28,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from execnet import gateway_io
-
 _PYTHON, _OPTIONS = sys.executable, ("-P", "-u")
 _LOADED_AGAIN = ("distflow", "planners", "workers", "benchmarks")
 _LIBRARY = [place for place in sys.path
             if place not in {*map(str, Path(__file__).parents), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}]
 """Where Python finds packages, whatever the folder and PYTHONPATH of a command."""
-_XDIST = ["-c", gateway_io.popen_bootstrapline]
+_XDIST = ["-c", "import sys;exec(eval(sys.stdin.readline()))"]  # `popen_bootstrapline` of execnet
 _fork_exec = subprocess._fork_exec  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -130,6 +128,9 @@ def forget_parent() -> None:
     weakref.finalize._registry.clear()  # pyright: ignore[reportAttributeAccessIssue]
     weakref.finalize._registered_with_atexit = False  # pyright: ignore[reportAttributeAccessIssue]
     sys.excepthook = sys.__excepthook__
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):  # pytest's, whose files are closed
+        if isinstance(logger, logging.Logger):
+            logger.handlers[:] = [each for each in logger.handlers if not type(each).__module__.startswith("_pytest")]
     atexit._clear()
     atexit.register(logging.shutdown)
     atexit.register(multiprocessing.util._exit_function)  # pyright: ignore[reportAttributeAccessIssue]

@@ -18,7 +18,7 @@ from distflow.config.families import why_refused
 from distflow.config.freeze import check_freeze
 from distflow.config.hub import data_set_line, fetched
 from distflow.config.loggers import lack_of, loggers_of
-from distflow.config.model_code import needs_code, read_json, refusal
+from distflow.config.model_code import needs_code, refusal, settings_in
 from distflow.config.models import (
     check_engines,
     check_lora,
@@ -248,7 +248,7 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str, bool]:
 
 def _merging(folder: Path) -> str:
     """Return the line that makes a whole model of an adapter."""
-    adapter = read_json(folder / "adapter_config.json")
+    adapter = settings_in(folder / "adapter_config.json")
     base, classifier = str(adapter.get("base_model_name_or_path") or ""), adapter.get("task_type") == "SEQ_CLS"
     kind, labels = ("SequenceClassification", ", num_labels=1") if classifier else ("CausalLM", "")
     merge = f"m = peft.AutoPeftModelFor{kind}.from_pretrained({str(folder)!r}{labels}).merge_and_unload()"

@@ -16,7 +16,7 @@ _REMEDY = ("Take a model whose architecture transformers has itself, without `au
 def code_of(folder: Path) -> list[str]:
     """Return the classes and functions of its own that a model's folder names, as `modeling_own.OwnForCausalLM`."""
     found: set[str] = set()
-    for mapped in (_read(folder / name).get("auto_map") for name in _FILES):
+    for mapped in (settings_in(folder / name).get("auto_map") for name in _FILES):
         values = mapped.values() if isinstance(mapped, dict) else ()
         found |= {name for value in values for name in (value if isinstance(value, list) else [value]) if name}
     return sorted(map(str, found))
@@ -30,7 +30,7 @@ def refusal(folder: Path, name: str) -> tuple[str, str]:
 
 def needs_code(folder: Path) -> bool:
     """Return whether a model is of no kind that transformers has. Does not import transformers."""
-    kind = _read(folder / "config.json").get("model_type")
+    kind = settings_in(folder / "config.json").get("model_type")
     return bool(code_of(folder)) and (not kind or f'"{kind}"' not in known_types())
 
 
@@ -42,7 +42,8 @@ def read_json(file: Path) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def _read(file: Path) -> dict[str, Any]:
+def settings_in(file: Path) -> dict[str, Any]:
+    """Return the settings of a JSON file of a model's folder; none where it cannot be read, or holds something else."""
     try:
         content = read_json(file)
     except (OSError, ValueError):  # which another check reports

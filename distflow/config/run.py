@@ -327,6 +327,12 @@ class Data(Document):
         return self
 
 
+def _set_name(file: str) -> str:
+    """Return what a validation set is called: `test` of `data/test.jsonl`, `test-*.parquet` and `test/*.jsonl`."""
+    path = Path(file)
+    return path.name.partition(".")[0].partition("*")[0].rstrip("-_") or path.parent.name or "heldout"
+
+
 class Validation(Document):
     """Answers to held-out problems, by default the most probable one to each."""
 
@@ -353,8 +359,10 @@ class Validation(Document):
         files = [value] if isinstance(value, str) else value
         if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
             return value
-        named = {Path(file).name.partition(".")[0]: file for file in files}
-        return named if len(named) == len(files) else value
+        for name_of in (_set_name, lambda file: Path(file).stem):
+            if len(named := {name_of(file): file for file in files}) == len(files):
+                return named
+        raise ValueError("two files have one name. Name each set:  data: {first: FILE, second: FILE}")
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Validation:

@@ -42,7 +42,8 @@ def on_hub(name: str, folder: str, beside: Path | None = None) -> HubName | None
 
 def _find_here(name: str, folder: str, beside: Path | None) -> Path | None:
     given = Path(name).expanduser()
-    candidates = [given, *([beside / given] if beside else []), SHIPPED / folder / _below(given, "dags", folder)]
+    near = [beside / given, Path(glob.escape(str(beside))) / given] if beside else []
+    candidates = [given, *near, SHIPPED / folder / _below(given, "dags", folder)]
     return next((path for path in candidates if path.exists() or (folder == "data" and matching(path))), None)
 
 

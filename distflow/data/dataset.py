@@ -124,10 +124,10 @@ _opened: dict[tuple[Any, ...], Any] = {}
 def _once(path: Path, use: object, make: Callable[[], _R]) -> _R:
     """Return what a file was opened as for this use, and open it if it has changed since. Validation, preflight and the
     loaders of forked workers share it, so that a file is scanned, filtered and unpacked once."""
-    if not path.is_file():
+    states = [file.stat() for file in ([path] if path.is_file() else [] if path.exists() else matching(path))]
+    if not states:
         return make()
-    state = path.stat()
-    key = path, state.st_ino, state.st_size, state.st_mtime_ns, use
+    key = path, *((state.st_ino, state.st_size, state.st_mtime_ns) for state in states), use
     if key not in _opened:
         _opened[key] = make()
     return _opened[key]
@@ -209,6 +209,9 @@ class JoinedRecords:
     def __init__(self, pattern: Path):
         self.parts = [*map(_open_file, matching(pattern))]
         self.ends = [*itertools.accumulate(map(len, self.parts))]
+        for part in self.parts:
+            if isinstance(part, Parquet):
+                part.files = len(self.parts)
 
     def __len__(self) -> int:
         return self.ends[-1]

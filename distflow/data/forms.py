@@ -81,7 +81,8 @@ def form_of(record: Mapping[str, Any], data: Data) -> Form | None:
     if named := next((form for form in FORMS if form.input and form.question == data.question and _has(record, form)),
                      None):
         return named
-    if data.question != QUESTION or (QUESTION in record and (ANSWER in record or not _has(record, FORMS[0]))):
+    if data.question != QUESTION or (QUESTION in record and (
+            ANSWER in record or data.answer != ANSWER or not _has(record, FORMS[0]))):
         return None  # verl asks `prompt`, also beside a `question` that it was made of
     return next((form for form in FORMS if _has(record, form) and (
         form.question != form.answer or is_conversation(as_messages(_walk(record, form.question))))), None)
@@ -96,8 +97,8 @@ def reader_of(data: Data) -> Callable[[Record], Record]:
     def read(record: Record) -> Record:
         result = {**record, **{name: value for name, field in moved.items()
                                if (value := _walk(record, field)) is not _ABSENT}}
-        if VARIABLES in record:
-            result[VARIABLES] = _variables(record[VARIABLES])
+        if VARIABLES in result:
+            result[VARIABLES] = _variables(result[VARIABLES])
         if form := form_of(record, data):
             result[data.question] = _question(record, form)
             if form.answer and data.answer == ANSWER and ANSWER not in record:
@@ -121,7 +122,8 @@ def reader_of(data: Data) -> Callable[[Record], Record]:
 def _variables(value: Any) -> dict[str, Any]:
     """Return a record's own variables of the chat template, which may be JSON text. Raises InvalidInput: it has others.
     """
-    found = _parsed(value) if isinstance(value, str) and value.strip() else value or {}
+    value = value.strip() if isinstance(value, str) else value
+    found = _parsed(value) if isinstance(value, str) and value else value or {}
     if not isinstance(found, dict) or found.keys() & NO_VARIABLES:
         raise InvalidInput(Diagnostic(f'field `{VARIABLES}` must have variables of the chat template, such as '
                                       f'{{"enable_thinking": false}}, not {abbreviated(value)}'))

@@ -52,6 +52,7 @@ class Parquet:
         self.columns: list[str] | None = None
         self.groups: dict[int, _Batches] = {}
         self.held = 0  # bytes of batches in memory
+        self.files = 1  # that are read together, and share memory and room
 
     def read_only(self, columns: list[str] | None) -> None:
         """Read these columns alone; None: all. Raises InvalidInput: the temporary folder has no room for them."""
@@ -60,6 +61,7 @@ class Parquet:
         groups = map(metadata.row_group, range(metadata.num_row_groups))
         size = sum(column.total_uncompressed_size for group in groups
                    for column in map(group.column, range(group.num_columns)) if self._is_read(column))
+        size *= self.files
         if size > _MEMORY and size > shutil.disk_usage(tempfile.gettempdir()).free:
             raise self._no_room(f": its columns take up to {size / 2**30:.1f} GiB")
 
@@ -96,7 +98,7 @@ class Parquet:
             batches = _Batches(pyarrow.schema(fields))
             try:
                 for batch in self.file.iter_batches(_ROWS, [number], self.columns, use_threads=False):
-                    batches.add(batch, _MEMORY - self.held)
+                    batches.add(batch, _MEMORY // self.files - self.held)
                 batches.finish()
             except (pyarrow.ArrowInvalid, OSError) as error:
                 if isinstance(error, OSError) and error.errno == errno.ENOSPC:

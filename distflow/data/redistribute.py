@@ -420,7 +420,7 @@ class Redistributor:
         arriving = {} if mine is None else {
             rank: route.pairs(mine.share, rank) for rank in np.flatnonzero(
                 (machines != machines[self.rank]) & (route.received(mine.share, len(machines)) > 0)).tolist()}
-        parts = [(_part(route, leaving, number, rounds), _part(route, arriving, number, rounds))
+        parts = [tuple(_part(route, pairs, self.rank, number, rounds) for pairs in (leaving, arriving))
                  for number in range(rounds)]
         outgoing, received = (np.empty(max(each.bytes for each in one), dtype=np.uint8) for one in zip(*parts))
         for going, coming in parts:
@@ -487,9 +487,13 @@ class ExchangedRows(NamedTuple):
         return [self.bytes_by_rank.get(rank, 0) for rank in ranks]
 
 
-def _part(route: Route, pairs: dict[int, np.ndarray], number: int, of: int) -> ExchangedRows:
-    """Return what is exchanged in one round of several, alike on both sides."""
-    part = {rank: each[len(each) * number // of : len(each) * (number + 1) // of] for rank, each in pairs.items()}
+def _part(route: Route, pairs: dict[int, np.ndarray], rank: int, number: int, of: int) -> ExchangedRows:
+    """Return what a rank exchanges in one round of several, alike on both sides. Few rows of many pairs of ranks are
+    spread over the rounds, too."""
+    part = dict[int, np.ndarray]()
+    for other, each in pairs.items():
+        begin = len(each) * number + (rank + other) % of
+        part[other] = each[begin // of : (begin + len(each)) // of]
     return ExchangedRows(part, {rank: int(route.sizes[each].sum()) for rank, each in part.items()})
 
 

@@ -33,7 +33,8 @@ _BLANK = 64
 """A line longer than this counts as a record without a look whether it is blank."""
 _COMMENT = b"#/"
 """Letters that begin a line which is no record."""
-_BETWEEN = re.compile(r"[\s,\[\]]*")
+_NOTE = re.compile(r"^[ \t]*(?:#|//).*$", re.MULTILINE)
+_BETWEEN = re.compile(rf"(?:{_NOTE.pattern}|[\s,\[\]])*", re.MULTILINE)
 
 
 class TextRecords:
@@ -168,7 +169,7 @@ class JsonRecords(TextRecords):
         spans, at = list[tuple[int, int]](), 0
         while True:
             begin = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
-            between, whole = "".join(text[at:begin].split()), begin == len(text)
+            between, whole = "".join(_NOTE.sub("", text[at:begin]).split()), begin == len(text)
             between = between.removeprefix("," * bool(spans))
             if between != listed * ("[" * (not spans) + "]" * whole) or not (whole or text[begin] == "{"):
                 raise self._malformed(text, begin, "there must be JSON objects alone in it, as {\"question\": …}")

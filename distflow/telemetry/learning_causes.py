@@ -357,9 +357,9 @@ CAUSES = (
           "right answers hardly count in the training reward{0}", "a smaller weight of that part", _HELD),
     Cause(_pays_others, "the reward pays wrong answers, too: {0:.0%} of the completions earn, and {1:.0%} are right",
           PAID, "no_signal held_out_falls reward_against_answers"),
-    Cause(lambda series, _since: "model_score" in series.functions, "the reward model does not tell right answers from "
-          "wrong ones: its head has random weights, as a base model's, or it knows another form of texts",
-          "the model of the role that scores", "reward_against_answers"),
+    Cause(lambda series, _since: "model_score" in series.functions and not series.own_nodes, "the reward "
+          "model does not tell right answers from wrong ones: its head has random weights, as a base model's, or it "
+          "knows another form of texts", "the model of the role that scores", "reward_against_answers"),
     Cause(_abstains, "a wrong answer costs {0:g} and none costs nothing: on problems that it may get wrong, no answer "
           "earns more, and the policy stops answering", "pay wrong and missing answers alike", _HELD),
     Cause(_read_all("prompt/same_answer", 0.5), "{0:.0%} of a step's prompts have the same answer, which the policy "

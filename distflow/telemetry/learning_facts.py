@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 from distflow.telemetry.learning_series import (
@@ -45,12 +44,14 @@ DOUBTS = {
 """What preflight may doubt, upstream first: the detector that says it without a symptom, if one does, and what
 follows."""
 _MANY = 0.4  # share of the records for which it must hold
+_ALIKE = 0.7  # share of a step's prompts with one answer: of a file sorted by answers they are fewer
 
 
 def doubted(series: Series, kind: str) -> Evidence | None:
     """Return what preflight has noted of a kind, with what follows from it."""
     for doubt in series.doubts:
-        if doubt.kind == kind and doubt.share >= _MANY:
+        shuffled = kind == "same_answer" and series.start("prompt/same_answer", 1) < _ALIKE
+        if doubt.kind == kind and doubt.share >= _MANY and not shuffled:
             said = doubt.removesuffix(doubt.change).rstrip(" .")
             return Evidence(series.steps[0], series.goal[0], f"Before the start: {said}", DOUBTS[kind][1],
                             doubt.change or "what it names", sure=True)
@@ -183,7 +184,7 @@ def _other_target(series: Series) -> Seen:
     gamma, lam = (min((series.number(key, 1.0) for key in series.keys(f"nodes.*.with.{name}")), default=1.0)
                   for name in ("gamma", "lam"))
     said, earned = series.recent("value/mean", 4), series.recent(series.reward, 8)
-    reach = min(1.0, 1 / max(1e-9, (1 - lam) * series.recent("response/length")))  # how much of it returns hold
+    reach = min(1.0, 1 / max(1e-9, (1 - gamma * lam) * series.recent("response/length")))  # how much of it returns hold
     return len(series.steps) >= 16 and gamma >= 0.99 and abs(said) < 0.4 * abs(earned) and \
         series.recent("value/loss") < 0.4 * (reach * (earned - said)) ** 2 and (said, earned)
 
@@ -263,7 +264,8 @@ FACTS = (
 
 for _kind, (_alerts, _) in DOUBTS.items():
     if _alerts:
-        add_rule(_alerts, partial(doubted, kind=_kind), rows="high", origin=Origin.DATA)
+        add_rule(_alerts, lambda series, kind=_kind: doubted(series, kind) if len(series.steps) == 1 else None,
+                 rows="high", origin=Origin.DATA)
 for _fact in FACTS:
     if _fact.alerts:
         add_rule(_fact.alerts, _fact.look, rows="high", origin=_fact.origin)

@@ -205,9 +205,10 @@ class Series:
 
     @property
     def earned(self) -> float:
-        """How much more is earned than in the first steps, in two standard deviations of these: the whole of a reward
-        from 0 to 1 that half of the samples earn. NaN without rewards."""
-        spread = self.start("reward/std" if self.reward == "reward/mean" else "environment/reward_std")
+        """How much more is earned than in the first steps, in two standard deviations: 1 for the whole of a reward from
+        0 to 1 that half of the samples earn. NaN without rewards."""
+        name = "reward/std" if self.reward == "reward/mean" else "environment/reward_std"
+        spread = max(self.start(name), self.recent(name, self.window))
         return (self.recent(self.reward, self.window) - self.start(self.reward)) / max(2 * spread, 1e-3)
 
     @property

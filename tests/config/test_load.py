@@ -67,12 +67,14 @@ def test_removed_keys_count_with_the_defaults_of_models_and_adapters():
 
 @pytest.mark.parametrize(("written", "named"), [
     ("b.jsonl", {"b": "b.jsonl"}), ("[in/a.jsonl.gz, b.jsonl]", {"a": "in/a.jsonl.gz", "b": "b.jsonl"}),
-    ("[in/a.jsonl, out/a.jsonl]", None), ("3", None)])
+    ("[a.en.jsonl, a.de.jsonl]", {"a.en": "a.en.jsonl", "a.de": "a.de.jsonl"}),
+    ("[in/*.jsonl, a-*.jsonl]", {"in": "in/*.jsonl", "a": "a-*.jsonl"}),
+    ("[in/a.jsonl, out/a.jsonl]", "two files have one name"), ("3", "`validation.data` must be a mapping")])
 def test_load_names_validation_sets_as_their_files(written, named):
-    if named:
+    if isinstance(named, dict):
         assert load_for_planning("grpo", None, [f"validation.data={written}"]).run.validation.data == named
         return
-    with pytest.raises(InvalidInput, match="`validation.data` must be a mapping"):
+    with pytest.raises(InvalidInput, match=named):
         load("grpo", None, [f"validation.data={written}"])
 
 

@@ -132,6 +132,7 @@ Q, A = {"question": "1 + 1?", "answer": "2"}, {"question": "{[\"", "answer": {"o
     ('[{"n": 1},]', [{"n": 1}]), ('[{"n": 1}\n{"n": 2}\n]', [{"n": 1}, {"n": 2}]),
     ('{"n": 1},\n{"n": 2},\n', [{"n": 1}, {"n": 2}]), ('{"n": 1},\n{"n": 2}\n', [{"n": 1}, {"n": 2}]),
     ('// mine\n# ours\n{"n": 1}\n//\n{"n": "//"}', [{"n": 1}, {"n": "//"}]), ('# mine\n[{"n": 1}]', [{"n": 1}]),
+    ('{"n": 1},\n# ours\n{"n": 2},\n', [{"n": 1}, {"n": 2}]), ('[\n  // ours\n{"n": 1}\n]', [{"n": 1}]),
     ('{"n": 1}\r{"n": 2}\r', [{"n": 1}, {"n": 2}]), ("[]", []), ("[\n]\n", []), ('[{}, {"n": 1}]', [{}, {"n": 1}]),
     (json.dumps([{"n": "\\\\"}, {"n": '\\"'}, {"n": "é\u2028"}], ensure_ascii=False),
      [{"n": "\\\\"}, {"n": '\\"'}, {"n": "é\u2028"}])])
@@ -298,6 +299,7 @@ def test_files_of_one_pattern_are_one_set(tmp_path, pattern, read):
     assert [record["question"] for record in records.get([*range(len(read))][::-1])] == [row["question"] for row in
                                                                                         read[::-1]]
     assert not any("wide" in record for record in records.get([0, 1]))
+    assert open_records(tmp_path / pattern, spec.run.data) is records
     assert len(records) == len(read)
     assert str(records.location(len(read) - 1)).startswith(str(max(tmp_path.glob(pattern))))
     with pytest.raises(InvalidInput, match="there is no data `none-[*].jsonl`"):

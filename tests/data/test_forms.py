@@ -58,6 +58,13 @@ READ = {  # form → record, settings, question as messages, answer, columns
     "verl, beside the question that it was made of": (  # Search-R1: instructions and tools stand in `prompt`
         {"question": "1 + 1", "golden_answers": ["2"], "prompt": ASKED, "reward_model": {"ground_truth": "2"}}, {},
         ASKED, "2", {}),
+    "verl, an answer that is named beside a question": (
+        {"question": "1 + 1?", "prompt": "2 + 2?", "reward_model": {"ground_truth": "2"}},
+        {"answer": "reward_model.ground_truth"}, ASKED, "2", {}),
+    "variables of the template in another field": (
+        {"question": "1 + 1?", "answer": "2", "extra": {"of_template": '{"effort": "low", "other": null}'}},
+        {"columns": {"chat_template_kwargs": "extra.of_template"}}, ASKED, "2",
+        {"chat_template_kwargs": '{"effort": "low"}'}),
     "TRL, prompts": ({"prompt": ASKED}, {}, ASKED, None, {}),
     "TRL, prompts as text": ({"prompt": "1 + 1?"}, {}, ASKED, None, {}),
     "TRL, prompt and answer": ({"prompt": "1 + 1?", "answer": "2"}, {}, ASKED, "2", {}),

@@ -106,7 +106,10 @@ class Dialogue:
         messages = request.messages
         if messages[-1].role == "assistant":
             raise RequestRefused("the last message is the assistant's: a turn is sampled whole, and not continued")
-        between = self.between.with_options(**request.variables)
+        try:
+            between = self.between.with_options(**request.variables)
+        except (InvalidInput, *UNRENDERED) as error:
+            raise RequestRefused(f"the chat template refuses {request.variables}: {str(error)[:300]}") from None
         if not self.turns:
             try:
                 tokens = prompt_tokens(self.tokenizer, [each.for_template() for each in messages], request.tools,

@@ -71,7 +71,10 @@ def _answers_are_not_in_questions(records: FirstRecords) -> Iterator[FailedProof
 
 
 def _questions_are_not_in_answers(records: FirstRecords) -> Iterator[FailedProof]:
-    said = [[answer, answer_text(row.get("chosen", ""))] for answer, row in zip(records.answers, records.rows)]
+    learned = records.data.answer in records.fields.imitated
+    pairs = records.training and "chosen" in records.data.columns
+    said = [[answer] * learned + ([answer_text(row["chosen"])] if pairs else [])
+            for answer, row in zip(records.answers, records.rows)]
     begins = [index for index, question in enumerate(map(str.strip, records.questions)) if len(question) >= _LONG and
               any(text.strip() != question and text.strip().startswith(question) for text in said[index])]
     if 2 * len(begins) > len(records):

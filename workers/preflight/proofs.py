@@ -95,7 +95,8 @@ class FirstRecords:
         some = f"{count} of the first {whole} records" if whole > 1 else "the first record"
         who = f"each of the first {whole} records" if count == whole > 1 else some
         mistake = Diagnostic(f"{before}{who}{what}", self.location(bad[0]), hint)
-        yield FailedProof(mistake, count < whole if doubt is None else doubt, kind, count / whole)
+        yield FailedProof(mistake, count < whole if doubt is None else doubt, kind if self.training else "",
+                          count / whole)
 
 
 def first_records(spec: Spec) -> list[FirstRecords]:

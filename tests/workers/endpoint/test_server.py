@@ -419,6 +419,8 @@ def test_endpoint_passes_template_variables_of_run_and_request(row, monkeypatch)
                 stream_options={"include_usage": None})
     asked = [served.tokenizer.decode(ask.addition.tokens) for ask in served.asks]
     assert [text.rpartition(ASSISTANT)[2] for text in asked] == ["low", "low False", "low1high"]
+    status, body = served.chat(*ASKED, chat_template_kwargs={"messages": []})
+    assert (status, "the chat template refuses {'messages': []}" in body["error"]["message"]) == (400, True)
 
 
 def test_endpoint_refuses_a_chat_after_a_plain_completion(row):

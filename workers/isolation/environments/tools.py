@@ -184,8 +184,8 @@ def _text_of(result: dict[str, Any]) -> str:
     texts, data = list[str](), result.get("structuredContent") or {}
     for part in result["content"]:
         resource = part.get("resource") or {}
-        texts.append(part.get("text") or resource.get("text") or part.get("uri") or resource.get("uri")
-                     or f"({part['type']})")
+        said = (part.get("text"), resource.get("text"), part.get("uri"), resource.get("uri"), f"({part['type']})")
+        texts.append(next(each for each in said if each is not None))
     if data and (not texts or data.keys() != {"result"} and data not in map(parsed_arguments, texts)):
         texts.append(json.dumps(data, ensure_ascii=False))
     return "\n".join(texts)

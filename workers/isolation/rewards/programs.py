@@ -27,7 +27,7 @@ _MARKDOWN = MarkdownIt("commonmark").disable(["html_block", "code", "inline"])
 """Finds blocks alone: tags of models, as `<think>`, begin no HTML, and an indented fence is one, too."""
 _PYTHON = re.compile(r"\{?\s*\.?(?:python|py)[0-9.]*(?![\w-]).*", re.IGNORECASE | re.DOTALL)
 _NO_LANGUAGE = re.compile(r"(?:\{\s*\})?")
-_INLINE = re.compile(r"^(.*\S)[ \t]*(```(?:python|py)?[0-9]?[ \t]*)$", re.MULTILINE | re.IGNORECASE)
+_INLINE = re.compile(r"^(.*[^\s`])[ \t]*(```(?:python|py)?[0-9]?[ \t]*)$", re.MULTILINE | re.IGNORECASE)
 _ONE_LINE = re.compile(r"^[ \t]*```(?:python|py)[0-9]?[ \t]+(.*\S)```[ \t]*$", re.MULTILINE | re.IGNORECASE)
 _GLUED = re.compile(r"(?<=[^\s`])```[ \t]*(?:\n|\Z)")
 _CLOSED = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
@@ -201,8 +201,9 @@ def program_of(completion: str) -> str:
 
 
 def python_blocks(text: str) -> list[str]:
-    """Return the Python blocks of a text, or those without a language where it has none."""
-    return _python(_blocks(text))
+    """Return the Python blocks of a text, or those without a language where it has none; fences may stand behind text.
+    """
+    return _python(_blocks(_INLINE.sub(r"\1\n\2", text)))
 
 
 def _python(blocks: list[tuple[str, str]]) -> list[str]:

@@ -63,7 +63,8 @@ def test_programs_run_in_the_sandbox():
     assert step("<think>#### 41</think>#### 42") == Turn("", True, 1.0)
     assert step("<think>I try\n```python\nprint(7)\n```") == Turn("7\n")
     assert step("I try\n```python\nprint(6 * 7)\n```\n") == Turn("42\n")
-    for program in ("```Python\nprint(7)\n```", "~~~python3\nprint(7)\n~~~", "  ```py title=x\n  print(7)\n  ```"):
+    for program in ("```Python\nprint(7)\n```", "~~~python3\nprint(7)\n~~~", "  ```py title=x\n  print(7)\n  ```",
+                    "I try: ```python\nprint(7)\n```", "So:```\nprint(7)\n```\nand then", "```py\nprint(7)```"):
         assert step(program) == Turn("7\n")
     assert step("```py\nprint('```')\n```\n```bash\nls\n```") == Turn("```\n")
     assert step("<think>I try\n```python\nprint(7)\n```\n</think>I know nothing") == Turn("", True, 0.0)  # verl#6424
