@@ -188,8 +188,8 @@ def _odd_texts(spec: Spec, name: str, records: Records) -> Iterator[str]:
               "of the file."
     later = next((node for node, each in spec.dag.nodes.items() if each.function in _RENDERING), None)
     if own and later:
-        raise InvalidInput(Diagnostic(f"the record has `{VARIABLES}` of its own, and node `{later}` renders further "
-                                      "turns by those of the run file", records.location(own[0]),
+        raise InvalidInput(Diagnostic(f"the record has `{VARIABLES}` of its own, and node `{later}` renders other "
+                                      "messages than its question, by those of the run file", records.location(own[0]),
                                       f"Take them out, and write for all:  data: {{{VARIABLES}: …}}"))
     if messages:
         yield f"{len(messages)} of {read} records of {name} have messages in `prompt`, such as " \
