@@ -2,7 +2,7 @@
 
     record    run the healthy and the planted runs, one after the other, and keep their metrics by step
     unseen    run the planted runs of kinds that no rule was made with; their metrics have a file of their own
-    blind     run those of planted_faults_blind.yaml, healthy ones among them; the same; blind_2, blind_3, blind_4
+    blind     run those of planted_faults_blind.yaml, healthy ones among them; the same; blind_2 to blind_5
     open_3    run those that are of the third set and open to all, so that rules may be made with them; the same
     strange   run healthy runs whose settings, rewards or models are rare; the same
     long      run healthy runs of 100 steps of all shipped algorithms; their metrics are kept in runs/ alone
@@ -39,7 +39,7 @@ from distflow.telemetry.run_reader import RunReader
 
 RESULTS = ROOT / "benchmarks/results/learning_faults.json"
 OTHERS = {name: RESULTS.with_stem(f"learning_faults_{name}")
-          for name in ("unseen", "blind", "blind_2", "open_3", "blind_3", "blind_4", "strange")}
+          for name in ("unseen", "blind", "blind_2", "open_3", "blind_3", "blind_4", "blind_5", "strange")}
 LONG_RESULTS, TOOL_MODEL = ROOT / "runs/learning_faults_long.json", ROOT / "runs/learning_faults_tools"
 STEPS, BATCH, ROWS, HELD_OUT = 32, 8, 64, 80
 DENSE = {"near_miss:near_miss": {"weight": 1.0, "reach": 20}, "format": {"weight": 0.2, "pattern": ".*#### -?[0-9]+"}}
@@ -107,15 +107,16 @@ def write_inputs(run: Run, folder: Path) -> tuple[Path, str]:
     example = ROOT / f"examples/{run.dag}"
     shipped = example if example.exists() else ROOT / "dags"
     dag = yaml.safe_load((shipped / f"{run.dag}.yaml").read_text())
-    dag["imports"] = [*dag.get("imports", ()), "planted_faults"]
+    dag["imports"] = [*dag.get("imports", ()), "planted_faults", "planted_faults_blind"]
     place = {"first": run.first, "rows": ROWS}
     if run.reward is not None:
         dag["nodes"]["reward"].setdefault("with", {})["reward"] = {
-            name: weight | place if name.startswith("planted_faults:") and isinstance(weight, dict) else weight
+            name: weight | place if name.startswith("planted_faults") and isinstance(weight, dict) else weight
             for name, weight in run.reward.items()}
     nodes = dict(run.nodes)
     if environment := nodes.pop("environment", None):
-        dag["nodes"]["rollout"]["with"]["environment"] = f"planted_faults:{environment}"
+        dag["nodes"]["rollout"]["with"]["environment"] = environment if ":" in environment else \
+            f"planted_faults:{environment}"
     dag["nodes"] |= {name: node | {"with": {**node.get("with", {}), **(place if ":" in node["function"] else {})}}
                      for name, node in nodes.items()}
     for later in (*run.after, "update") if "planted" in nodes else ():
@@ -126,7 +127,7 @@ def write_inputs(run: Run, folder: Path) -> tuple[Path, str]:
     if "drifted" in run.nodes:
         dag["nodes"]["update"]["dependencies"].append("drifted")
     near_miss = ROOT / "examples/near_miss/near_miss.py"
-    for module in (ROOT / "benchmarks/planted_faults.py", near_miss, *example.glob("*.py")):
+    for module in (*ROOT.glob("benchmarks/planted_faults*.py"), near_miss, *example.glob("*.py")):
         shutil.copy(module, folder)
     file = folder / f"{run.dag}.yaml"
     file.write_text(yaml.safe_dump(dag))
@@ -165,12 +166,16 @@ def _write_records(kind: str, folder: Path) -> str:
         rows = [_hard(at) for at in range(600)]
     if kind == "one":
         rows = rows[:1] * 600
+    if kind == "joined":
+        rows = [each for pair in zip(rows, _with_next_answers(rows)) for each in pair]
     if kind == "shifted":
         rows = _with_next_answers(rows)
     for at, row in enumerate(rows):
         head, _, last = row["answer"].rpartition("####")
         if kind == "leak":
             row["question"] = f"{row['question']} {row['answer']}"[-100:]
+        if kind == "ended":
+            row["question"] += "<eos>"
         if kind == "bare":
             row["question"] = " ".join(word for word in row["question"].split() if word.isdigit())
         if kind == "template":
