@@ -1,38 +1,18 @@
-"""Parameters that `roles.ROLE.freeze` keeps as they are, from the headers of model files: before anything is loaded.
-
-Names are those of the loaded model. transformers 5 renames what it reads (its `conversion_mapping.py`, which needs
-torch): the families below are known here, and patterns for any other are checked when its model is loaded.
-"""
+"""Parameters that `roles.ROLE.freeze` keeps as they are, by the names that they have in the loaded model."""
 
 from __future__ import annotations
 
-import functools
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 
-from distflow.config.model_code import read_json
-from distflow.config.models import tensor_shapes_of
-from distflow.config.run import Model
-from distflow.config.shipped import find
-from distflow.config.sizes import VOCABULARY, WIDENING, mixture_of, vision_sizes
 from distflow.config.spec import Spec
 from distflow.errors import Diagnostic, InvalidInput, Location, listing, nearest
 
 Sizes = dict[str, int]  # number of elements, by a parameter's name
 _HEADS = ("lm_head.weight", "score.weight")
 _HINTS = 5  # patterns that are shown beside one that names nothing
-
-_STACKED = ((r"(\.experts)\.\d+\.(?:gate|up)_proj\.weight$", r"\1.gate_up_proj"),
-            (r"(\.experts)\.\d+\.down_proj\.weight$", r"\1.down_proj"))
-_NESTED = ((r"^visual\.", "model.visual."), (r"^model\.(?!language_model\.|visual\.)", "model.language_model."))
-_RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_vl", "qwen3_vl_moe", "gemma", "gemma2", "gemma3_text",
-                     "phi3", "olmo2", "granite", "smollm3", "glm4"), ()),
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), _STACKED), **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _NESTED)}
-"""Patterns of names in model files that have others when they are loaded, by `model_type`."""
 
 
 def frozen_names(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
@@ -137,54 +117,10 @@ def _misnamed(spec: Spec, role: str, names: Sequence[str]) -> Iterator[Diagnosti
 
 
 def parameter_sizes(spec: Spec, role: str) -> Sizes:
-    """Return the sizes of the role's parameters, named as in the loaded model; {} if its model's files do not say."""
-    model, shape, valued = spec.model_of(role), spec.shape_of(role), spec.dag.roles[role].head == "value"
-    if model is None or valued and shape and shape.token_pixels:  # whose classifier is another class, of other names
+    """Return the sizes of the role's parameters, named as in the loaded model; {} if they are known only then."""
+    shape, valued = spec.parts_of(role), spec.dag.roles[role].head == "value"
+    if shape is None or valued and shape.token_pixels:  # whose classifier is another class, of other names
         return {}
-    sizes = _of_embedded(model) if model.path is None else _of_folder(spec, model)
-    if sizes and valued and shape:
-        sizes = {name: size for name, size in sizes.items() if name not in _HEADS} | {"score.weight": shape.hidden}
-    return sizes
-
-
-def _of_folder(spec: Spec, model: Model) -> Sizes:
-    folder = find(model.path or "", "models", spec.folder)
-    try:
-        config = read_json(folder / "config.json") if folder else {}
-        renamed = _RENAMED.get(config.get("model_type", ""))
-    except (OSError, ValueError, AttributeError):  # which another check reports
-        renamed = None
-    if renamed is None:
-        return {}
-    sizes: Sizes = {}
-    for name, shape in tensor_shapes_of(spec, model).items():
-        loaded = functools.reduce(lambda read, change: re.sub(*change, read), renamed, name)
-        sizes[loaded] = sizes.get(loaded, 0) + math.prod(shape)
-    if config.get("tie_word_embeddings"):
-        sizes.pop("lm_head.weight", None)
-    return sizes
-
-
-def _of_embedded(model: Model) -> Sizes:
-    """Return the parameters of a tiny architecture, whose vocabulary is an upper bound."""
-    hidden, text = model.hidden, "model.language_model" if model.takes_images else "model"
-    sizes = {f"{text}.embed_tokens.weight": VOCABULARY * hidden, f"{text}.norm.weight": hidden}
-    layer = _of_layer(model)
-    sizes |= {f"{text}.layers.{number}.{name}": size for number in range(model.layers) for name, size in layer.items()}
-    return {**(vision_sizes(hidden) if model.takes_images else {}), **sizes}
-
-
-def _of_layer(model: Model) -> Sizes:
-    hidden, queries, keys = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
-    sizes = {"self_attn.q_proj.weight": queries * hidden, "self_attn.k_proj.weight": keys * hidden,
-             "self_attn.v_proj.weight": keys * hidden, "self_attn.o_proj.weight": queries * hidden,
-             "input_layernorm.weight": hidden, "post_attention_layernorm.weight": hidden}
-    if str(model.architecture).startswith("qwen3"):
-        sizes |= {"self_attn.q_norm.weight": model.head_dim, "self_attn.k_norm.weight": model.head_dim}
-    if model.architecture == "qwen2":
-        sizes |= {"self_attn.q_proj.bias": queries, "self_attn.k_proj.bias": keys, "self_attn.v_proj.bias": keys}
-    if model.mixture:
-        experts, inner = model.mixture[0], mixture_of(hidden, model.mixture)["moe_intermediate_size"]
-        return sizes | {"mlp.experts.gate_up_proj": experts * 2 * inner * hidden, "mlp.gate.weight": experts * hidden,
-                        "mlp.experts.down_proj": experts * inner * hidden}
-    return sizes | {f"mlp.{name}_proj.weight": WIDENING * hidden * hidden for name in ("gate", "up", "down")}
+    if not valued:
+        return shape.weights
+    return {name: size for name, size in shape.weights.items() if name not in _HEADS} | {"score.weight": shape.hidden}

@@ -92,19 +92,6 @@ def fetched(name: HubName, weights: bool = False) -> Path | str:
     return found
 
 
-def tensor_shapes(name: HubName) -> dict[str, list[int]]:
-    """Return the shapes of a model's weights, from the headers of its files. Raises InvalidInput as `fetch`."""
-    import httpx2
-    from huggingface_hub import get_safetensors_metadata
-
-    name = pinned(name, fetch(name))
-    try:
-        files = get_safetensors_metadata(name.repository, revision=name.revision).files_metadata.values()
-    except (OSError, RuntimeError, httpx2.HTTPError) as error:
-        raise InvalidInput(_explained(name, error)) from None
-    return {tensor: list(info.shape) for file in files for tensor, info in file.tensors.items()}
-
-
 def _is_whole(folder: Path, weights: bool) -> bool:
     index = folder / "model.safetensors.index.json"
     if not (folder / "config.json").is_file() or not any((folder / each).is_file() for each in _TOKENIZERS):

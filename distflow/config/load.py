@@ -196,7 +196,8 @@ def _check_models(spec: Spec) -> None:
         if model is None or role not in spec.dag.roles:
             continue
         if model.path is None:
-            spec.shapes[role] = shape_of_embedded(model)
+            if shape := shape_of_embedded(model):
+                spec.shapes[role] = shape
             continue
         what, hint, partly = _check_folder(spec, role, model.path)
         if what:

@@ -2,7 +2,7 @@
 
     Engine, check_engines    engines that a run file can name: packages, tested versions, missing features
     check_tokenizers         roles that pass tokens to each other have one tokenizer, whose tokens their models know
-    linears_of, check_lora   layers that get adapters, and the adapters' parameters, from the headers of model files
+    check_lora               layers that get adapters, and the adapters' parameters
 
 Sizes are `distflow.config.sizes`'s.
 """
@@ -17,15 +17,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from distflow.config.downloads import safetensors_header
 from distflow.config.extras import pip_line
 from distflow.config.families import has_classifier, why_refused
-from distflow.config.hub import tensor_shapes
 from distflow.config.megatron_models import why_unmapped
 from distflow.config.model_code import read_json
-from distflow.config.run import Lora, Model
-from distflow.config.shipped import find, on_hub
-from distflow.config.sizes import WIDENING, embedded_vision, read_config
+from distflow.config.run import Lora
+from distflow.config.shipped import find
+from distflow.config.sizes import read_config
 from distflow.config.spec import Spec
 from distflow.errors import Diagnostic, did_you_mean
 
@@ -224,8 +222,6 @@ def installed(engine: Engine) -> str | None:
 
 
 ALL_LINEAR = "all-linear"
-_NOT_ADAPTED = ("embed", "wte", "wpe", "lm_head", ".experts.", ".mlp.gate.")
-"""Parts of names of weight matrices that are no inner linear layer's."""
 
 Linears = dict[str, int]  # name of an inner linear layer → its inputs plus its outputs
 
@@ -306,7 +302,7 @@ def check_lora(spec: Spec) -> list[Diagnostic]:
             hint = "Take `lora` out: a frozen role that copies an adapted one is that one's model without adapters."
             mistakes.append(Diagnostic(what, spec.run_source.location(path, key=True), hint))
             continue
-        linears = linears_of(spec, spec.model_of(role))
+        linears = shape.linears if (shape := spec.parts_of(role)) else {}
         for target in settings.lora.targets if linears else ():
             if not matched([target], linears):
                 what = f"role `{role}`: no linear layer of its model is called `{target}`"
@@ -325,62 +321,6 @@ def parameters(lora: Lora, linears: Linears) -> int:
 def matched(targets: list[str], linears: Linears) -> list[str]:
     return [name for name in linears
             if ALL_LINEAR in targets or any(f".{name}".endswith(f".{target}") for target in targets)]
-
-
-def linears_of(spec: Spec, model: Model | None) -> Linears:
-    if model is None:
-        return {}
-    if model.path is None:
-        return _of_embedded(model)
-    linears = {}
-    for name, shape in tensor_shapes_of(spec, model).items():
-        layer, _, kind = name.rpartition(".")
-        if kind == "weight" and len(shape) == 2 and not any(part in f"{layer}." for part in _NOT_ADAPTED):
-            linears[layer] = sum(shape)
-    return linears
-
-
-def tensor_shapes_of(spec: Spec, model: Model) -> dict[str, list[int]]:
-    """Return the shapes of the weights of a model that has a path, by name; {} if its files do not say."""
-    path = model.path or ""
-    folder, hub = find(path, "models", spec.folder), on_hub(path, "models", spec.folder)
-    files = sorted(folder.glob("*.safetensors")) if folder else []
-    headers = [_shapes(file) for file in files] if files or not folder or not hub else [tensor_shapes(hub)]
-    return {name: shape for header in headers for name, shape in header.items()}
-
-
-def _of_embedded(model: Model) -> Linears:
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    inner = WIDENING * model.hidden
-    sizes = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys,
-             "self_attn.o_proj": queries}
-    if not model.mixture:  # experts are no linear layers
-        sizes |= {"mlp.gate_proj": inner, "mlp.up_proj": inner, "mlp.down_proj": inner}
-    layers = "model.language_model.layers" if model.takes_images else "model.layers"
-    found = {f"{layers}.{layer}.{name}": model.hidden + size
-             for layer in range(model.layers) for name, size in sizes.items()}
-    return {**_of_embedded_vision(embedded_vision(model.hidden)), **found} if model.takes_images else found
-
-
-def _of_embedded_vision(vision: dict[str, Any]) -> Linears:
-    width, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
-    sizes = {"attn.qkv": 4 * width, "attn.proj": 2 * width, "mlp.linear_fc1": width + inner,
-             "mlp.linear_fc2": inner + width}
-    found = {f"model.visual.blocks.{layer}.{name}": size
-             for layer in range(vision["depth"]) for name, size in sizes.items()}
-    joined = vision["spatial_merge_size"] ** 2 * width
-    deep = range(len(vision["deepstack_visual_indexes"]))
-    for merger in ("merger", *(f"deepstack_merger_list.{index}" for index in deep)):
-        found |= {f"model.visual.{merger}.linear_fc1": 2 * joined, f"model.visual.{merger}.linear_fc2": joined + out}
-    return found
-
-
-def _shapes(file: Path) -> dict[str, list[int]]:
-    """Return the shapes in a safetensors file's header; {} for a truncated one."""
-    try:
-        return {name: item["shape"] for name, item in safetensors_header(file)[1].items()}
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return {}
 
 
 def adapted(spec: Spec, role: str) -> Lora | None:

@@ -4,6 +4,7 @@
     shape_of           of a configuration: by arithmetic for plain decoders, else those of the model that
                        `workers.engines.description` builds without weights, in a process of its own
     shape_of_embedded  of a model without a folder
+    parts_of           the same with names: of parameters and of linear layers, always by that process
 
 That process loads torch, which takes seconds. Its answers are kept in the user's cache folder, by the configuration,
 the version of transformers and the program that describes models.
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,6 +80,8 @@ class Shape:
     learned_positions: int = 0  # rows of a table of positions, beyond which there is no token; 0: no such table
     own_length: int = 0  # longest row whose rotary frequencies are those of shorter ones; 0: no row's depend on it
     plain: str = ""  # why engines compute the model the plain way, as a sentence without its subject; "" if they do not
+    weights: dict[str, int] = field(default_factory=dict, compare=False)  # elements of each parameter, once loaded
+    linears: dict[str, int] = field(default_factory=dict, compare=False)  # inputs plus outputs of each linear layer
 
     @property
     def active_parameters(self) -> int:
@@ -303,19 +306,27 @@ def _describing(config: str) -> subprocess.CompletedProcess[str]:
                           timeout=_SECONDS, check=False, env=environment)
 
 
-def shape_of_embedded(model: Model) -> Shape:
+def parts_of(config: dict[str, Any]) -> Shape | None:
+    """Return sizes with the names of all parameters and of all linear layers but the head; None if they cannot be
+    known. Raises ValueError as `shape_of`."""
+    return _described(config)
+
+
+def shape_of_embedded(model: Model) -> Shape | None:
     """Return the sizes of a model without a folder, with the largest vocabulary that it may have."""
-    text = {"model_type": model.architecture, "hidden_size": model.hidden, "num_hidden_layers": model.layers,
-            "vocab_size": VOCABULARY,
+    config = embedded_config(model)
+    return _described(config) if model.takes_images else _by_arithmetic(config)
+
+
+def embedded_config(model: Model) -> dict[str, Any]:
+    """Return the configuration of a model without a folder, with the largest vocabulary that it may have."""
+    text = {"hidden_size": model.hidden, "num_hidden_layers": model.layers, "vocab_size": VOCABULARY,
             "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim,
             "intermediate_size": WIDENING * model.hidden, "tie_word_embeddings": True,
             "max_position_embeddings": POSITIONS, **mixture_of(model.hidden, model.mixture)}
-    if not model.takes_images:
-        return _by_arithmetic(text)
-    seeing, vision = sum(vision_sizes(model.hidden).values()), embedded_vision(model.hidden)
-    shape = _by_arithmetic({**text, "model_type": "qwen3"})
-    return replace(shape, parameters=shape.parameters + seeing,
-                   token_pixels=(vision["patch_size"] * vision["spatial_merge_size"]) ** 2)
+    seeing = {"text_config": {**text, "rope_parameters": vision_rope(model.head_dim)},
+              "vision_config": embedded_vision(model.hidden), "tie_word_embeddings": True}
+    return {"model_type": model.architecture, **(seeing if model.takes_images else text)}
 
 
 def mixture_of(hidden: int, mixture: tuple[int, int] | None) -> dict[str, Any]:
@@ -334,23 +345,8 @@ def embedded_vision(hidden: int) -> dict[str, Any]:
             "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
 
 
-def vision_sizes(hidden: int) -> dict[str, int]:
-    """Return the sizes of the image encoder's parameters of a tiny architecture, by name; linear layers and norms have
-    biases."""
-    vision = embedded_vision(hidden)
-    width, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
-    joined, pixels = vision["spatial_merge_size"] ** 2 * width, vision["patch_size"] ** 2
-    linears = {"patch_embed.proj": (3 * vision["temporal_patch_size"] * pixels, width)}
-    for block in range(vision["depth"]):
-        linears |= {f"blocks.{block}.{name}": sizes for name, sizes in {
-            "attn.qkv": (width, 3 * width), "attn.proj": (width, width), "mlp.linear_fc1": (width, inner),
-            "mlp.linear_fc2": (inner, width), "norm1": (1, width), "norm2": (1, width)}.items()}
-    mergers = {"merger": width, **{f"deepstack_merger_list.{index}": joined
-                                   for index in range(len(vision["deepstack_visual_indexes"]))}}
-    for merger, normed in mergers.items():
-        linears |= {f"{merger}.norm": (1, normed), f"{merger}.linear_fc1": (joined, joined),
-                    f"{merger}.linear_fc2": (joined, out)}
-    sizes = {"model.visual.pos_embed.weight": vision["num_position_embeddings"] * width}
-    for name, (inputs, outputs) in linears.items():
-        sizes |= {f"model.visual.{name}.weight": inputs * outputs, f"model.visual.{name}.bias": outputs}
-    return sizes
+def vision_rope(head_dim: int) -> dict[str, Any]:
+    """Divide rotary frequencies between time, rows and columns."""
+    third, half = head_dim // 6, head_dim // 2
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True,
+            "mrope_section": [half - 2 * third, third, third]}

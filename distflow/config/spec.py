@@ -11,7 +11,7 @@ from distflow.config.dag import Dag
 from distflow.config.hub import fetch, pinned
 from distflow.config.run import Model, RoleRun, Run
 from distflow.config.shipped import find, on_hub
-from distflow.config.sizes import Shape
+from distflow.config.sizes import Shape, embedded_config, parts_of, read_config
 from distflow.config.yaml_source import YamlSource
 from distflow.contracts.forms import Contract, EnvironmentContract, RewardContract
 from distflow.errors import Diagnostic
@@ -95,6 +95,18 @@ class Spec:
 
     def shape_of(self, role: str) -> Shape | None:
         return next((self.shapes[name] for name in self.lineage(role) if name in self.shapes), None)
+
+    def parts_of(self, role: str) -> Shape | None:
+        """Return sizes of a role's model with the names of its parts; None if they cannot be known before it is loaded.
+        The first time it takes seconds."""
+        model = self.model_of(role)
+        folder = find(model.path, "models", self.folder) if model and model.path else None
+        try:
+            config = read_config(folder / "config.json") if folder else model and model.architecture and \
+                embedded_config(model)
+            return parts_of(config) if config else None
+        except (OSError, ValueError):  # which another check reports
+            return None
 
     def resolved(self) -> dict[str, Any]:
         """Return every value in force, defaults included and paths absolute, for the run's folder."""

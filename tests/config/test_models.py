@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from distflow.config.load import load, load_for_planning
-from distflow.config.models import base_of, linears_of, matched
+from distflow.config.models import base_of, matched
 from distflow.config.run import Model
+from distflow.config.sizes import VOCABULARY, embedded_config
 from distflow.config.spec import Spec
 from distflow.data.checks import check_data
 from distflow.errors import InvalidInput
@@ -64,21 +65,21 @@ def test_parameters_are_counted_by_hand(tmp_path, lora, counted):
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_vl", "qwen3_moe"])
-def test_a_model_folder_tells_its_layers(tmp_path, architecture):
+def test_a_tiny_model_has_the_parts_that_are_built(architecture):
+    from transformers import AutoConfig
+
+    from workers.engines.description import shapes_of
     from workers.engines.embedded import build_model
 
     sizes = Model(architecture=architecture, layers=2, hidden=64, heads=2, kv_heads=1)
-    model = build_model(270, 0, architecture=architecture, layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32,
+    model = build_model(VOCABULARY, 0, architecture=architecture, layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32,
                         mixture=sizes.mixture)
-    model.save_pretrained(tmp_path / "model")
-    spec = spec_of(tmp_path, "{rank: 4}")
-    read = linears_of(spec, Model(path=str(tmp_path / "model")))
-    assert read == linears_of(spec, sizes)
-    assert read == {name: module.in_features + module.out_features for name, module in model.named_modules()
-                    if name != "lm_head" and hasattr(module, "in_features")}
-    assert len(matched(["layers.1.self_attn.q_proj"], read)) == 1
-    (tmp_path / "model/model.safetensors").write_bytes(b"torn")
-    assert linears_of(spec, Model(path=str(tmp_path / "model"))) == {}
+    described = next(shapes_of(AutoConfig.for_model(**embedded_config(sizes))))
+    assert described.weights == {name: weight.numel() for name, weight in model.named_parameters()}
+    assert described.linears == {name: module.in_features + module.out_features
+                                 for name, module in model.named_modules()
+                                 if name != "lm_head" and hasattr(module, "in_features")}
+    assert len(matched(["layers.1.self_attn.q_proj"], described.linears)) == 1
 
 
 @pytest.mark.parametrize(("more", "owner"), [

@@ -91,7 +91,9 @@ def _sizes(model: PreTrainedModel, config: PretrainedConfig) -> Shape:
         experts_per_token=_number(text, _EXPERTS_OF_A_TOKEN) if of_experts else 0,
         widening=0 if of_experts else _largest(text, "intermediate_size") or 4 * text.hidden_size,
         head_norms=any(".q_norm." in name for name in parameters), looked_up=sum(tables.values()),
-        learned_positions=_learned_positions(model))
+        learned_positions=_learned_positions(model), weights={name: each.numel() for name, each in parameters.items()},
+        linears={name: sum(part.weight.shape) for name, part in model.named_modules()
+                 if isinstance(part, nn.Linear) and part is not head})
 
 
 def _number(config: PretrainedConfig, names: tuple[str, ...]) -> int:

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from distflow.config.sizes import embedded_vision, mixture_of
+from distflow.config.sizes import embedded_vision, mixture_of, vision_rope
 from workers.engines.vision import ImageProcessor, attach_images
 
 ARCHITECTURES = {
@@ -104,12 +104,8 @@ def build_model(vocab_size: int, seed: int, *, architecture: str = "qwen3", laye
 
 
 def _vision_config(sizes: dict[str, Any], ids: dict[str, Any]) -> Qwen3VLConfig:
-    """Divide rotary frequencies between time, rows and columns."""
-    third, half = sizes["head_dim"] // 6, sizes["head_dim"] // 2
-    sections = [half - 2 * third, third, third]
     vision = {**embedded_vision(sizes["hidden_size"]), "initializer_range": INITIAL_DEVIATION}
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True, "mrope_section": sections}
-    text = {**sizes, **ids, "rope_parameters": rope}
+    text = {**sizes, **ids, "rope_parameters": vision_rope(sizes["head_dim"])}
     none: dict[str, Any] = {"video_token_id": -1, "vision_start_token_id": -1, "vision_end_token_id": -1}
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids,
                          image_token_id=IMAGE_ID, **none)
