@@ -10,7 +10,6 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-from distflow.config.command_line import command
 from distflow.config.load import load_for_planning
 from distflow.config.spec import Spec
 from distflow.errors import Diagnostic, InvalidInput
@@ -91,7 +90,7 @@ def load_spec(options: argparse.Namespace) -> Spec:
                                "--name; `--set checkpoint.every=N` decides how often a run saves.")
         return spec
     if not options.dag:
-        raise InvalidInput(Diagnostic("which DAG?", None, f"Give one:  {command('grpo')}"))
+        raise InvalidInput(Diagnostic("which DAG?", None, "Give one:  --dag grpo"))
     return load_for_planning(options.dag, options.run, options.overrides, options.cluster)
 
 

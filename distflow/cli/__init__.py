@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 from distflow import __version__
-from distflow.config.command_line import called_as
 from distflow.config.overrides import joined
 from distflow.config.run import Run
 from distflow.errors import DistflowError, did_you_mean, listing, quoted
@@ -65,8 +64,7 @@ def _main(arguments: list[str]) -> int:
         show(_unknown(left, options), sys.stderr)
         return INVALID
     try:
-        with called_as(options.verb):
-            return options.main(options)
+        return options.main(options)
     except DistflowError as error:
         if options.debug:
             raise

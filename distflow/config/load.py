@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +26,7 @@ from distflow.config.models import (
 from distflow.config.overrides import override
 from distflow.config.removed_keys import read_older_keys
 from distflow.config.run import Run
-from distflow.config.shipped import FOLDERS, SHIPPED, find, find_yaml, nearest_file, on_hub
+from distflow.config.shipped import SHIPPED, find, find_yaml, nearest_file, on_hub
 from distflow.config.sizes import read_config, shape_of, shape_of_embedded
 from distflow.config.spec import Spec
 from distflow.config.templates import check_chat_options
@@ -71,11 +70,9 @@ def load_for_planning(dag: str, run: str | None = None, overrides: list[str] | N
     """Read and check the files. Mistakes that leave enough are kept in `Spec.mistakes`: the planner adds its own.
     Raises InvalidInput if a file is missing, not YAML, or lacks what nothing can replace."""
     mistakes: list[Diagnostic] = []
-    given = {"DAG": dag, "run file": run, "cluster": cluster}
 
     def source(name: str, folder: str, kind: str) -> YamlSource | None:
-        instead = partial(_right_command, given, kind)
-        path = _try(mistakes, lambda: find_yaml(name, folder, kind, instead))
+        path = _try(mistakes, lambda: find_yaml(name, folder, kind))
         return path and _try(mistakes, lambda: read(path, shown(path)))
 
     dag_source = source(dag, "", "DAG")
@@ -83,7 +80,7 @@ def load_for_planning(dag: str, run: str | None = None, overrides: list[str] | N
     cluster_source = source(cluster, "clusters", "cluster") if cluster else None
     if dag_source is None or run_source is None:
         raise InvalidInput(mistakes)
-    if wrong := _wrong_kinds({"DAG": dag_source, "run file": run_source, "cluster": cluster_source}, given):
+    if wrong := _wrong_kinds({"DAG": dag_source, "run file": run_source, "cluster": cluster_source}, dag):
         raise InvalidInput([*mistakes, *wrong])
     for text in overrides or ():
         _try(mistakes, lambda text=text: override(dag_source, run_source, text))
@@ -130,37 +127,7 @@ def reload(folder: Path, overrides: list[str] | None = None, cluster: str | None
     return load_for_planning(str(folder / "dag.yaml"), str(folder / "run.yaml"), overrides, cluster)
 
 
-def _right_command(given: dict[str, str | None], kind: str, right: str) -> str:
-    """Return the command in which the file that was given as of one `kind` is given as of the `right` one."""
-    replaced = given[right]
-    files = {**given, right: given[kind], kind: replaced if replaced and _is_of(replaced, kind) else None}
-    run = Path(files["run file"] or "").stem
-    own = next((stem for stem in (run, run.removeprefix(f"{DEFAULT_RUN}_")) if (SHIPPED / f"{stem}.yaml").is_file()),
-               "grpo")
-    return command_line.command(files["DAG"] or own, files["run file"], files["cluster"])
-
-
-def _renamed(given: dict[str, str | None], kind: str, right: str) -> str:
-    """Return what to do where a file of this folder has the name of a shipped DAG, and is none; "" in other cases."""
-    name = given[kind] or ""
-    if kind != "DAG" or Path(name).suffix or not (SHIPPED / f"{name}.yaml").is_file():
-        return ""
-    other = f"{name}_{right.split()[0]}.yaml"
-    rename = f"A file here comes before the shipped DAG of its name. Rename it:  mv {name}.yaml {other}"
-    own = given[right]
-    files = given if own and own not in (name, f"{name}.yaml") else {**given, right: other}
-    return f"{rename}\nand then:  {command_line.command(name, files['run file'], files['cluster'])}"
-
-
-def _is_of(name: str, kind: str) -> bool:
-    try:
-        found = read(find_yaml(name, FOLDERS[kind], kind))
-    except InvalidInput:
-        return False
-    return any(key in _KINDS[kind] for key in found.data)
-
-
-def _wrong_kinds(sources: dict[str, YamlSource | None], given: dict[str, str | None]) -> list[Diagnostic]:
+def _wrong_kinds(sources: dict[str, YamlSource | None], dag: str) -> list[Diagnostic]:
     """Return a mistake for each file that is of another kind than the one it was given as, by its top-level keys."""
     mistakes = []
     for kind, source in sources.items():
@@ -170,7 +137,10 @@ def _wrong_kinds(sources: dict[str, YamlSource | None], given: dict[str, str | N
         likely = max(keys, key=lambda other: len(keys[other]))
         if not keys[kind] and keys[likely]:
             has = ", ".join(f"`{key}`" for key in keys[likely])
-            hint = _renamed(given, kind, likely) or f"Instead:  {_right_command(given, kind, likely)}"
+            hint = f"Instead:  {command_line.OPTION_OF[likely]} {source.file}"
+            if kind == "DAG" and (SHIPPED / f"{dag}.yaml").is_file():
+                hint = "A file here comes before the shipped DAG of its name. Rename it:  mv " \
+                       f"{dag}.yaml {dag}_{likely.split()[0]}.yaml"
             mistakes.append(Diagnostic(f"this is a {likely}, given as the {kind}: it has {has}",
                                        source.location((keys[likely][0],), key=True), hint))
     return mistakes

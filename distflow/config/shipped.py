@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Callable
 from pathlib import Path
 
+from distflow.config.command_line import OPTION_OF
 from distflow.config.hub import HubName, fetched, hub_name
 from distflow.errors import Diagnostic, InvalidInput, listing, nearest
 
@@ -89,9 +89,8 @@ def _may_be(path: Path, kind: str) -> bool:
     return kind == ("DAG" if "nodes" in keys else "cluster" if keys & {"devices", "machines"} else "run file")
 
 
-def find_yaml(name: str, folder: str, what: str, instead: Callable[[str], str] = lambda kind: "") -> Path:
-    """Return the path of a DAG, run or cluster file, with or without .yaml; InvalidInput lists the shipped ones.
-    `instead` returns the command for a file that is of another kind."""
+def find_yaml(name: str, folder: str, what: str) -> Path:
+    """Return the path of a DAG, run or cluster file, with or without .yaml; InvalidInput lists the shipped ones."""
     for candidate in (name, f"{name}.yaml"):
         path = find(candidate, folder)
         if path and path.is_file():
@@ -99,7 +98,7 @@ def find_yaml(name: str, folder: str, what: str, instead: Callable[[str], str] =
     for kind, below in FOLDERS.items():
         if kind != what and any((SHIPPED / below / file).is_file() for file in (name, f"{name}.yaml")):
             raise InvalidInput(Diagnostic(f"`{name}` is a shipped {kind}, given as the {what}", None,
-                                          f"Instead:  {instead(kind)}" if instead(kind) else ""))
+                                          f"Instead:  {OPTION_OF[kind]} {name}"))
     shipped = sorted((SHIPPED / folder).glob("*.yaml"))
     known = [path.name if name.endswith(".yaml") else path.stem for path in shipped]
     meant = nearest_file(name, what)
