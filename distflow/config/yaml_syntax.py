@@ -1,22 +1,24 @@
 """Explains text that is not YAML: what is wrong, where, the probable cause and the corrected line.
 
 PyYAML's own messages name tokens of its scanner ("expected <block end>, but found '<block mapping start>'"), and a
-quote or a bracket that is left open is noticed lines later. Each rule below looks at one usual mistake.
+quote or a bracket that is left open is noticed lines later. So corrections of usual mistakes are tried one after the
+other, until the text can be read further: that mistake is told.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from distflow.errors import Diagnostic, Location
 
-_CLOSES = {"{": "}", "[": "]"}
-_QUOTES = "\"'"
 _WIDTH = 110
+_TRIED = 2**16  # characters of a text in which corrections are tried
+_LINES = 20  # in which a mistake is looked for, from where what was being read had begun
 
 
 _MOST_NESTED = 64  # mappings and lists in each other; files of ours have ten
@@ -62,234 +64,162 @@ class Position(Location):
             return super().excerpt(width)
         head = f"    {self.line} |  "
         under = " " * (len(head) + self.column - 1) + "^" * self.length
-        return f"{head}{_visible(self.text)}\n{under}" if self.length else head + _visible(self.text)
-
-
-@dataclass(frozen=True)
-class _Mistake:
-    what: str
-    line: int  # from 0, as all that follow
-    column: int
-    cause: str = ""
-    corrected: str = ""  # the line, or other lines from `corrected_from` on
-    corrected_from: int | None = None
-    before: int | None = None  # a line above that shows why
+        visible = self.text.replace("\t", "→")
+        return f"{head}{visible}\n{under}" if self.length else head + visible
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What PyYAML says. `began`: where what it was reading had begun."""
+    """Where PyYAML has stopped, and where what it was reading had begun."""
 
     problem: str
-    context: str
-    line: int
-    column: int
+    at: tuple[int, int]
     began: tuple[int, int]
     lines: list[str]
 
-    def text(self, line: int) -> str:
-        return self.lines[line] if line < len(self.lines) else ""
+    @property
+    def near(self) -> list[int]:
+        """Lines in which the mistake may be."""
+        between = range(self.began[0], min(self.at[0], len(self.lines) - 1) + 1)
+        return sorted({*between[:_LINES], *between[-1:]})
 
 
-def explain(error: yaml.MarkedYAMLError, lines: list[str], file: str) -> Diagnostic:
-    mark = error.problem_mark or error.context_mark
-    if mark is None:
-        return Diagnostic(f"this is not YAML: {error.problem}", Location(file))
-    if isinstance(error, TooMuch):
-        text = lines[mark.line] if mark.line < len(lines) else ""
-        return Diagnostic(str(error.problem), Position(file, mark.line + 1, mark.column + 1, 1, text))
-    began = error.context_mark or mark
-    found = _Found(str(error.problem), str(error.context or ""), mark.line, mark.column, (began.line, began.column),
-                   lines)
-    mistake = next(filter(None, (rule(found) for rule in _RULES)), None) or _unknown(found)
+class _Edit(NamedTuple):
+    """Correction: `lines` in place of those from `first` on. The mistake that it mends is at `line` and `column`."""
 
-    def at(line: int, column: int = 0, length: int = 0) -> Position:
-        return Position(file, line + 1, column + 1, length, found.text(line))
-
-    where = at(mistake.line, mistake.column, 1)
-    shown = tuple(at(line) for line in (mistake.before,) if line is not None and line != mistake.line)
-    return Diagnostic(mistake.what, where, _hint(mistake), (*shown, where))
+    what: str
+    cause: str
+    line: int
+    column: int
+    first: int
+    lines: list[str]
+    before: int | None = None  # a line above that shows why
 
 
-def _hint(mistake: _Mistake) -> str:
-    first = mistake.line if mistake.corrected_from is None else mistake.corrected_from
-    fixed = [f"    {first + index + 1} |  {text}" for index, text in enumerate(mistake.corrected.splitlines())]
-    return "\n".join([*([mistake.cause] if mistake.cause else []), *(["Instead:", *fixed] if fixed else [])])
+Rule = Callable[[_Found], Iterator[_Edit]]
 
 
-def _visible(text: str) -> str:
-    return text.replace("\t", "→")
+def _line(what: str, cause: str, pattern: str, instead: str | Callable[[re.Match[str]], str],
+          at_mark: bool = False) -> Rule:
+    """Return the rule of a mistake on one line, with its place in the group `here` of `pattern`. `instead`: of all that
+    the pattern has. `at_mark`: its place is where the parser has stopped, or had begun."""
+    def edits(found: _Found) -> Iterator[_Edit]:
+        for line in found.near:
+            text = found.lines[line]
+            for has in re.finditer(pattern, text):
+                if at_mark and (line, has.start("here")) not in (found.at, found.began):
+                    continue
+                other = has.expand(instead) if isinstance(instead, str) else instead(has)
+                yield _Edit(what.format(here=has["here"], column=has.start() + 1), cause, line, has.start("here"), line,
+                            [text[: has.start()] + other + text[has.end() :]])
+    return edits
 
 
-def _open_at_end(text: str) -> tuple[list[int], int | None]:
-    """Return the columns of the brackets that a line leaves open, and of a quote that it leaves open."""
-    brackets: list[int] = []
-    quote: int | None = None
-    for column, sign in enumerate(text):
-        before = text[column - 1] if column else " "
-        if quote is not None:
-            quote = None if sign == text[quote] and before != "\\" else quote
-        elif sign in _QUOTES and before in " [{,:(":
-            quote = column
-        elif sign == "#" and before.isspace():
-            break
-        elif sign in _CLOSES:
-            brackets.append(column)
-        elif sign in _CLOSES.values() and brackets:
-            brackets.pop()
-    return brackets, quote
+def _open_bracket(found: _Found) -> Iterator[_Edit]:
+    """Close what a line leaves open, behind the lines that are indented deeper."""
+    (line, column), lines = found.began, found.lines
+    own = lines[line] if line < len(lines) else ""
+    if own[column : column + 1] not in ("{", "["):
+        return
+    last = next((each for each in range(line + 1, len(lines)) if lines[each].strip()
+                 and _indentation(lines[each]) <= _indentation(own)), len(lines)) - 1
+    text = left = "\n".join(lines[line : last + 1]).rstrip()
+    while left != (left := re.sub(r"\[[^][{}]*\]|\{[^][{}]*\}", "", left)):
+        pass
+    closing = "".join("]" if sign == "[" else "}" for sign in reversed(re.findall(r"[\[{]", left)))
+    yield _Edit(f"`{own[column]}` is opened here and never closed", "", line, column, line,
+                (text + closing).split("\n"))
+
+
+def _indented(found: _Found) -> Iterator[_Edit]:
+    line, lines = found.at[0], found.lines
+    above = next((each for each in range(min(line, len(lines)) - 1, -1, -1) if lines[each].strip()
+                  and not lines[each].lstrip().startswith("#")), None)
+    if above is None or line >= len(lines):
+        return
+    own, other = _indentation(lines[line]), _indentation(lines[above])
+    cause = f"Keys of one mapping begin in the same column. Line {above + 1} begins in column {other + 1}."
+    yield _Edit(f"this line is indented {'deeper' if own > other else 'less'} than the ones that it belongs to", cause,
+                line, own, line, [" " * (other + 2 * lines[above].rstrip().endswith(":")) + lines[line].strip()], above)
 
 
 def _indentation(text: str) -> int:
     return len(text) - len(text.lstrip())
 
 
-def _above(found: _Found, line: int) -> int | None:
-    """Return the last line above that is neither empty nor a comment."""
-    return next((each for each in range(line - 1, -1, -1) if found.lines[each].strip()
-                 and not found.lines[each].lstrip().startswith("#")), None)
-
-
-def _tab(found: _Found) -> _Mistake | None:
-    text = found.text(found.line)
-    if "\t" not in text[: max(found.column + 1, _indentation(text))]:
-        return None
-    spaces = re.sub(r"\t+", lambda tabs: "  " * len(tabs[0]), text)
-    return _Mistake("a tab stands here, and YAML wants spaces", found.line, text.index("\t"),
-                    "An editor has put it there (shown as →). Indent with spaces alone.", spaces)
-
-
-def _quote(found: _Found) -> _Mistake | None:
-    for line in range(min(found.began[0], found.line), min(found.line, len(found.lines) - 1) + 1):
-        text = found.lines[line]
-        brackets, quote = _open_at_end(text)
-        if quote is None:
-            continue
-        inside = any(column < quote for column in brackets)
-        end = re.search(r"[,}\]]" if inside else r"\s*(\s#.*)?$", text[quote + 1 :])
-        at = quote + 1 + (end.start() if end else len(text) - quote - 1)
-        return _Mistake(f"the quote {text[quote]} is opened here and not closed on this line", line, quote, "",
-                        text[:at] + text[quote] + text[at:])
-    return None
-
-
-def _bracket(found: _Found) -> _Mistake | None:
-    if "flow" not in found.context or "expected ','" not in found.problem:
-        return None
-    line, column = found.began
-    opened = found.text(line)[column : column + 1]
-    ended = found.line == line and found.column >= len(found.text(line).rstrip())
-    if not ended and found.line == line and ("':'" in found.problem or "'{'" in found.problem or "'['" in found.problem
-                               or "scalar" in found.problem):
-        return _comma(found)
-    if not ended and found.line == line:
-        text = found.text(line)
-        return _Mistake(f"`{opened}` is opened in column {column + 1}, and closed by another sign here", line,
-                        found.column, f"`{opened}` is closed by `{_CLOSES[opened]}`.",
-                        text[: found.column] + _CLOSES[opened] + text[found.column :])
-    last = next((each for each in range(line + 1, min(found.line + 1, len(found.lines))) if found.lines[each].strip()
-                 and _indentation(found.lines[each]) <= _indentation(found.text(line))), len(found.lines)) - 1
-    text = "\n".join(found.lines[line : last + 1]).rstrip()
-    closing = "".join(_CLOSES[text[each]] for each in reversed(_open_at_end(text)[0]))
-    return _Mistake(f"`{opened}` is opened here and never closed", line, column, "",
-                    text + closing if closing else "")
-
-
-def _comma(found: _Found) -> _Mistake:
-    text = found.text(found.line)
-    word = re.search(r"\S+\s*$", text[: found.column])
-    at = found.column if word is None or "':'" not in found.problem else word.start()
-    return _Mistake("a comma is missing before this", found.line, at,
-                    "In `{…}` and `[…]` commas stand between the parts.", f"{text[:at].rstrip()}, {text[at:]}")
-
-
-def _colon_in_value(found: _Found) -> _Mistake | None:
-    text = found.text(found.line)
-    key = re.match(r"\s*(?:- )?[^:#\"'{\[]+: +(?=\S)", text[: found.column])
-    if found.problem != "mapping values are not allowed here" or key is None:
-        return None
-    value = text[key.end() :].rstrip().replace('"', '\\"')
-    return _Mistake("a second colon stands in this value", found.line, found.column,
-                    "A text with a colon and a space in it needs quotes.", f'{text[: key.end()]}"{value}"')
-
-
-def _indented(found: _Found) -> _Mistake | None:
-    if found.problem != "mapping values are not allowed here" and "<block" not in found.problem:
-        return None
-    text, above = found.text(found.line), _above(found, found.line)
-    if above is None or not text.strip():
-        return None
-    opener = found.lines[above].rstrip().endswith(":")
-    right = _indentation(found.lines[above]) + 2 * opener
-    if right == _indentation(text):
-        return None
-    deeper = "deeper" if _indentation(text) > _indentation(found.lines[above]) else "less"
-    return _Mistake(f"this line is indented {deeper} than the ones that it belongs to", found.line, _indentation(text),
-                    "Keys of one mapping begin in the same column. Line "
-                    f"{above + 1} begins in column {_indentation(found.lines[above]) + 1}.",
-                    " " * right + text.strip(), before=above)
-
-
-def _colon_missing(found: _Found) -> _Mistake | None:
-    line, column = found.began
-    if "expected ':'" not in found.problem:
-        return None
-    text = found.text(line)
-    if glued := re.match(r"(\s*[\w.-]+):(?=\S)", text):
-        return _Mistake("a space is missing after the colon", line, glued.end(), "",
-                        f"{glued[0]} {text[glued.end() :]}")
-    word = re.match(r"\s*[\w.-]+", text)
-    return _Mistake("this line has no colon", line, word.end() if word else column, "A line says  key: value",
-                    f"{word[0]}: {text[word.end() :].strip()}".rstrip() if word else "")
-
-
-def _needs_quotes(found: _Found) -> _Mistake | None:
-    text = found.text(found.line)
-    if "cannot start any token" not in found.problem and "alias" not in found.problem + found.context \
-            and "anchor" not in found.context:
-        return None
-    column = found.began[1] if "alias" in found.context or "anchor" in found.context else found.column
-    value = re.match(r"[^,\]}\s#]+", text[column:])
-    word = value[0] if value else text[column : column + 1]
-    return _Mistake(f"a value cannot begin with `{text[column : column + 1]}`", found.line, column,
-                    "Put quotes around it.", f'{text[:column]}"{word}"{text[column + len(word) :]}')
-
-
-def _escape(found: _Found) -> _Mistake | None:
-    if "escape" not in found.problem:
-        return None
-    text, (line, column) = found.text(found.line), found.began
-    end = text.find('"', column + 1)
-    fixed = f"{text[:column]}'{text[column + 1 : end]}'{text[end + 1 :]}" if line == found.line and end > 0 else ""
-    return _Mistake("a backslash in double quotes begins an escape, and this is none", found.line, found.column - 1,
-                    "In single quotes a backslash stands for itself.", fixed)
-
-
-def _list_beside_key(found: _Found) -> _Mistake | None:
-    if "sequence entries are not allowed" not in found.problem:
-        return None
-    text = found.text(found.line)
-    entry = text[found.column :].lstrip("- ").rstrip()
-    return _Mistake("a list with `-` cannot begin on the line of its key", found.line, found.column, "",
-                    f"{text[: found.column]}[{entry}]")
-
-
-def _surplus(found: _Found) -> _Mistake | None:
-    text = found.text(found.line)
-    sign = text[found.column : found.column + 1]
-    if sign not in {"}", "]", ","} or not sign:
-        return None
-    what = f"`{sign}` closes nothing" if sign != "," else "nothing stands before this comma"
-    return _Mistake(what, found.line, found.column, "Take it out.", text[: found.column] + text[found.column + 1 :])
-
-
-def _unknown(found: _Found) -> _Mistake:
-    line = min(found.line, max(len(found.lines) - 1, 0))
-    words = f"{found.context}: {found.problem}" if found.context else found.problem
-    return _Mistake("YAML cannot read this", line, found.column if line == found.line else 0,
-                    f"Its parser says: {words}.", before=found.began[0] if found.began[0] < line else None)
-
-
-_RULES = (_tab, _quote, _bracket, _escape, _colon_in_value, _indented, _colon_missing, _list_beside_key, _surplus,
-          _needs_quotes)
+_OPEN_QUOTE = "the quote {here} is opened here and not closed on this line"
+_QUOTE = r"""(?<=[ \[{,:(])(?P<here>["'])(?!.*(?P=here))"""
+_QUOTED = r"\g<here>\g<text>\g<here>"
+_COMMA = "a comma is missing before this", "In `{…}` and `[…]` commas stand between the parts."
+_KEY = r"""^(?P<key>\s*(?:- )?[^:#"'{\[]+: +)"""
+_RULES: tuple[Rule, ...] = (
+    *(_line("a tab stands here, and YAML wants spaces", "An editor has put it there (shown as →). Indent with spaces "
+            "alone.", r"^.*?(?P<here>\t).*$", lambda has, spaces=spaces: has[0].replace("\t", spaces))
+      for spaces in ("  ", "")),
+    _line(_OPEN_QUOTE, "", _QUOTE + r"(?P<text>[^,}\]]*?)(?=\s*(?:[,}\]]|\s#|$))", _QUOTED),
+    _line(_OPEN_QUOTE, "", _QUOTE + r"(?P<text>.*?)(?=\s*(?:\s#.*)?$)", _QUOTED),
+    _line("`[` is opened in column {column}, and closed by another sign here", "`[` is closed by `]`.",
+          r"(?P<text>\[[^][{}]*)(?P<here>\})", r"\g<text>]\g<here>"),
+    _line("`{{` is opened in column {column}, and closed by another sign here", "`{` is closed by `}`.",
+          r"(?P<text>\{[^][{}]*)(?P<here>\])", r"\g<text>}\g<here>"),
+    _open_bracket,
+    _line("a backslash in double quotes begins an escape, and this is none", "In single quotes a backslash stands for "
+          "itself.", r'"(?P<text>[^"\\]*)(?P<here>\\)(?P<more>[^"]*)"', r"'\g<text>\\\g<more>'"),
+    _line(*_COMMA, r"""(?P<text>[{\[].*?[^,{\[:\s])\s+(?P<here>[\w"'.-]+\s*:)""", r"\g<text>, \g<here>"),
+    _line(*_COMMA, r"""(?P<text>[{\[].*?["'\]}])\s+(?P<here>[\w"'{\[])""", r"\g<text>, \g<here>"),
+    _line("a quote stands within these quotes", "Put single quotes around a text with double ones.",
+          r"""\"(?P<text>[^"']*(?P<here>")[^']*)\"""", r"'\g<text>'"),
+    _line("a second colon stands in this value", "A text with a colon and a space in it needs quotes.",
+          _KEY + r"""(?P<text>[^"'{\[\s].*?(?P<here>:)(?:\s.*)?)$""",
+          lambda has: has["key"] + '"' + has["text"].rstrip().replace('"', '\\"') + '"'),
+    _indented,
+    _line("a space is missing after the colon", "", r"^(?P<key>\s*[\w.-]+:)(?P<here>\S)", r"\g<key> \g<here>"),
+    _line("this line has no colon", "A line says  key: value", r"^(?P<key>\s*\w[\w.-]*)(?P<here>)\s*(?P<text>.*)$",
+          lambda has: f"{has['key']}: {has['text']}".rstrip()),
+    _line("a list with `-` cannot begin on the line of its key", "", _KEY + r"(?P<here>-)\s+(?P<text>.*?)\s*$",
+          r"\g<key>[\g<text>]"),
+    _line("`{here}` closes nothing", "Take it out.", r"(?P<here>[}\]])", "", at_mark=True),
+    _line("nothing stands before this comma", "Take it out.", r"(?P<here>,)", "", at_mark=True),
+    _line("a value cannot begin with `{here}`", "Put quotes around it.", r"(?P<here>[@`*&%!])(?P<text>[^,\]}\s#]*)",
+          r'"\g<here>\g<text>"', at_mark=True),
+)
 """In this order: what is left open leads to errors of every other kind further down."""
+
+
+def explain(error: yaml.MarkedYAMLError, lines: list[str], file: str) -> Diagnostic:
+    mark = error.problem_mark or error.context_mark
+    if mark is None:
+        return Diagnostic(f"this is not YAML: {error.problem}", Location(file))
+
+    def at(line: int, column: int = 0, length: int = 0) -> Position:
+        return Position(file, line + 1, column + 1, length, lines[line] if line < len(lines) else "")
+
+    if isinstance(error, TooMuch):
+        return Diagnostic(str(error.problem), at(mark.line, mark.column, 1))
+    began = error.context_mark or mark
+    found = _Found(str(error.problem), (mark.line, mark.column), (began.line, began.column), lines)
+    tried = (edit for rule in _RULES for edit in rule(found)) if sum(map(len, lines)) < _TRIED else ()
+    edit = next((edit for edit in tried if _reads_on(edit, found)), None)
+    if edit is None:
+        line, words = min(mark.line, max(len(lines) - 1, 0)), ": ".join(filter(None, [error.context, error.problem]))
+        edit = _Edit("YAML cannot read this", f"Its parser says: {words}.", line, mark.column * (line == mark.line), 0,
+                     [], began.line)
+    where, fixed = at(edit.line, edit.column, 1), [f"    {number} |  {text}"
+                                                  for number, text in enumerate(edit.lines, edit.first + 1)]
+    above = [at(line) for line in (edit.before,) if line is not None and line < edit.line]
+    hint = "\n".join([*filter(None, [edit.cause]), *(["Instead:", *fixed] if fixed else [])])
+    return Diagnostic(edit.what, where, hint, (*above, where))
+
+
+def _reads_on(edit: _Edit, found: _Found) -> bool:
+    """Return whether the text can be read beyond the lines that are corrected."""
+    end = edit.first + len(edit.lines)
+    try:
+        yaml.compose("\n".join([*found.lines[: edit.first], *edit.lines, *found.lines[end:]]), Loader=BoundedLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        return mark is not None and mark.line >= end and (error.problem, (mark.line, mark.column)) != (found.problem,
+                                                                                                    found.at)
+    except yaml.reader.ReaderError:
+        return False
+    return True

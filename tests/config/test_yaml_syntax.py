@@ -23,6 +23,8 @@ CASES = {
     "no comma": ("a: {role: actor type: X}\n", "1:17", "a comma is missing before this"),
     "no comma after a list": ("a: {b: [c] type: X}\n", "1:12", "a comma is missing before this"),
     "second colon": ("name: grpo: mine\nsteps: 5\n", "1:11", "a second colon stands in this value"),
+    "quotes in quotes": ('a: {b: "Say "yes" or no"}\nc: 1\n', "1:13", "a quote stands within these quotes"),
+    "tab below a value": ("a: 1\n\tb: 2\n", "2:1", "a tab stands here"),
     "no colon": ("name: grpo\nsteps 5\nseed: 1\n", "2:6", "this line has no colon"),
     "no space": ("name: grpo\nsteps:5\nseed: 1\n", "2:7", "a space is missing after the colon"),
     "at": ("name: @grpo\n", "1:7", "a value cannot begin with `@`"),
