@@ -47,6 +47,7 @@ def test_reload_passes_over_removed_keys_that_said_nothing(tmp_path):
     kinds = spec.resolved()
     run = kinds["run"]
     run["robust"] |= {"restart": "role", "peer_replica": True}
+    run["groups"] |= {"trainers": {}}
     run["data"] |= {"enable_thinking": None, "filter": [], "strict": False}
     run["validation"] |= {"group": "rollout", "stop_at": None, "patience": None}
     run["roles"]["actor"]["generation"] |= {"quantization": "none", "batch_invariant": False}
@@ -107,7 +108,8 @@ def test_load_reads_an_address_with_its_port(written, address):
 
 @pytest.mark.parametrize(("text", "hint"), [
     ("switch_at: 0.7", "Take it out"), ("robust: {restart: tsk}", ""), ("all_samples: some", ""),
-    ("groups: {trainers: {critic: 1}}", "Instead, by a node"), ("fuse: false", "with  generation: {batch_rows: 1}"),
+    ("groups: {trainers: {critic: 1}}", "Instead, by a node of the role:  layouts: {critic: {first: N}}"),
+    ("fuse: false", "with  generation: {batch_rows: 1}"),
     ("log: [{wandb: {entity: us}}]", "export WANDB_ENTITY"),
     ("log: [{mlflow: {uri: x.db}}]", "export MLFLOW_TRACKING_URI"),
     ("faults: [{kind: kill, share: 0.1}]", "Instead, a fault for each step")])
@@ -179,36 +181,6 @@ def test_load_passes_over_fuse_false_where_rows_are_sampled_alone():
     alone = "roles.actor.generation.batch_rows=1"
     spec = load_for_planning("grpo", None, ["fuse=false", alone])
     assert spec.resolved() == load_for_planning("grpo", None, [alone]).resolved()
-
-
-def test_load_reads_paths_and_the_name_of_an_older_cluster(tmp_path):
-    text = (SHIPPED / "clusters/multi_region.yaml").read_text()
-    ends = "[a, b], gb_s: 2, latency_us: 3"
-    zones = "machines: {one: {device: x, devices: 1, zone: a}, two: {device: x, devices: 1, zone: b}}"
-    device = "devices: {x: {tflops: {float32: 1}, memory_gib: 64, memory_gb_s: 9}}"
-    (tmp_path / "two.yaml").write_text(f"name: mine\n{device}\n{zones}\npaths: [{{between: {ends}}}]\n"
-                                       "links: {zone: null, region: null, world: {gb_s: 1, latency_us: 0}}\n")
-    spec = load_for_planning("grpo", None, [], str(tmp_path / "two.yaml"))
-    assert spec.cluster_name == "two"
-    assert (link := spec.cluster.between("one", "two"))
-    assert (link.gb_s, link.latency_us, [*spec.cluster.links]) == (2, 3, ["world", "a-b"])
-    (tmp_path / "old.yaml").write_text(f"name: mine\n{text}")
-    assert load_for_planning("grpo", None, [], str(tmp_path / "old.yaml")).cluster == \
-        load_for_planning("grpo", None, [], "multi_region").cluster
-    with pytest.raises(InvalidInput, match="unknown key `name`"):
-        load("grpo", with_lines(tmp_path, "name: mine"))
-
-
-def test_a_removed_key_is_refused_with_what_to_write_instead(tmp_path):
-    """In the folder of a run that an older version has begun it is no mistake if it said nothing."""
-    for kind, content in load("ppo").resolved().items():
-        (tmp_path / f"{kind}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    written = (tmp_path / "run.yaml").read_text()
-    (tmp_path / "run.yaml").write_text(written.replace("groups:\n", "groups:\n  trainers: {}\n"))
-    assert not reload(tmp_path).mistakes
-    (tmp_path / "run.yaml").write_text(written.replace("groups:\n", "groups:\n  trainers: {critic: 1}\n"))
-    with pytest.raises(InvalidInput, match=r"(?s)unknown key `trainers`.*layouts: {critic: {first: N}}"):
-        load("ppo", str(tmp_path / "run.yaml"))
 
 
 def test_a_dag_with_data_of_its_own_has_its_own_run():
