@@ -35,7 +35,6 @@ from distflow.config.cluster import Link
 from distflow.config.load import load
 from distflow.config.spec import Spec
 from planners.heterogeneous.layouts import CostedProblem, blocks_of, in_rows, strategies
-from planners.heterogeneous.placed_plan import written
 from planners.heterogeneous.problem import GENERATE, Freedom, Grouping, Placement, Problem, TaskLayout
 from planners.heterogeneous.runnable import (
     ByRanks,
@@ -249,16 +248,15 @@ def accepted(cells: list[Cell], models: Path, budget: int) -> None:
         *_, last = search(problem, 0, budget)
         assert last.placement
         costed, best = CostedProblem(problem), without_idle(problem, last.placement)
-        made = written(problem, best)
         ran = as_ranks_run(spec, costed, best)
         share = ran.seconds / best.seconds - 1 if ran else float("inf")
-        no = refusal(spec, made)
+        no = refusal(spec, problem, best)
         why = no.what if no else "" if ran else "as ranks run it, it does not fit into memory"
         said = "is refused: " + why if why else "runs" if share < ROUNDED else f"runs, and takes {share:+.1%} then"
         runs, exact = runs + (not why), exact + (said == "runs")
         longer.append(0.0 if said == "runs" else seconds_of(that_run(spec, budget)) / last.placement.seconds - 1)
         print(f"  {cell.scenario:15} {cell.algorithm:5} {cell.mode:6} "
-              f"{' | '.join('+'.join(group.tasks) for group in made.groups)}: {said}"
+              f"{' | '.join('+'.join(problem.tasks[task].name for task in group) for group in best.grouping)}: {said}"
               + ("" if said == "runs" else f"; {longer[-1]:+.1%} for the best that runs"), flush=True)
     near = sum(each <= NEAR for each in longer)
     print(f"{runs} of {len(cells)} best plans of 8B can be run, {exact} in the seconds that are predicted of them; "

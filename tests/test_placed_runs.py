@@ -16,7 +16,6 @@ from distflow.config.yaml_source import dump
 from distflow.telemetry.run_folder import RunFolder, reload_run
 from planners import plan
 from planners.heterogeneous.layouts import CostedProblem
-from planners.heterogeneous.placed_plan import written
 from planners.heterogeneous.planned_run import planned_run
 from planners.heterogeneous.runnable import run_freedom, search_runnable
 from planners.heterogeneous.workload import problem_of
@@ -75,7 +74,7 @@ def test_a_plan_with_groups_says_who_trains(launch, workspace, planned, grouping
     problem = problem_of(spec)
     limited = replace(problem, freedom=replace(run_freedom(spec, problem), groupings=(grouping,)))
     *_, last = search_runnable(spec, CostedProblem(problem), CostedProblem(limited), budget=400)
-    own = planned_run(spec, written(problem, last.placement))
+    own = planned_run(spec, problem, last.placement)
     Path("placed.yaml").write_text(dump(own.resolved()["run"]))
     launch(2, *planned, "--name", "apart")
     assert len(metrics_of(workspace / "runs/apart")) == 4

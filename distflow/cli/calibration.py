@@ -18,7 +18,6 @@ from distflow.telemetry.run_folder import read_plan
 
 if TYPE_CHECKING:
     from planners.heterogeneous.calibration import MeasuredRun
-    from planners.heterogeneous.placed_plan import PlacedPlan
     from planners.heterogeneous.problem import Problem
 
 _LEAST = 3
@@ -48,12 +47,12 @@ class Calibration:
     runs: Sequence[MeasuredRun]
     rest: float
 
-    def against(self, plan: PlacedPlan, folder: str) -> str:
-        """Return how a plan compares with the last run's placement."""
+    def against(self, seconds: float, folder: str) -> str:
+        """Return how the best plan's seconds in its tasks compare with the last run's placement."""
         from planners.heterogeneous.layouts import CostedProblem
 
         run = self.runs[-1]
-        present, best = run.placement(CostedProblem(self.problem)).seconds + self.rest, plan.seconds + plan.rest_seconds
+        present, best = run.placement(CostedProblem(self.problem)).seconds + self.rest, seconds + self.rest
         return (f"{folder}: an iteration takes {run.seconds:.2f} s (measured); as it is placed {present:.2f} s, by the "
                 f"best plan found {best:.2f} s (both predicted): {max(1 - best / present, 0.0):.0%} less")
 

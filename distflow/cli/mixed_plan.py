@@ -23,8 +23,7 @@ from distflow.options import load_and_plan
 
 if TYPE_CHECKING:
     from planners.heterogeneous.layouts import CostedProblem
-    from planners.heterogeneous.placed_plan import PlacedPlan
-    from planners.heterogeneous.problem import Placement
+    from planners.heterogeneous.problem import Placement, Problem
 
 HEAD = "# Its layouts and groups are by the cost model, not measured; written by  distflow plan --place --out\n"
 _ROUNDED = 1 + 1e-6  # predictions that differ less are equal
@@ -59,23 +58,26 @@ def main(options: argparse.Namespace) -> int:
         spec, present = load_and_plan(options, elsewhere=True)
         notes = present.notes
     costed = _costed(spec, known)
-    best, plan = _solved(options, spec, costed, known)
-    own = planned_run(spec, plan)
-    lines = [*_described(spec, plan), "", "machines, in the order of ranks: " + machines_in_order(costed.problem, plan)]
+    best, considered = _solved(options, spec, costed)
+    own = planned_run(spec, costed.problem, best)
+    assert own
+    rest = known.rest if known else 0.0
+    heading = _heading(spec, options.solver or "hybrid", best, min(costed.bound(), best.seconds), considered, rest)
+    lines = [*heading, *_placed(costed.problem, best), "",
+             "machines, in the order of ranks: " + machines_in_order(costed.problem, best)]
     if options.explain:
         lines += [*_explained(costed, best), *(known.report(options.runs) if known else ())]
     if known:
-        lines += ["", known.against(plan, options.runs[-1])]
+        lines += ["", known.against(best.seconds, options.runs[-1])]
     if options.out:
         _write(options.out, f"{HEAD}{dump(own.resolved()['run'], default_flow_style=None, width=110)}")
-        lines += ["", *_next(options, spec, own, plan)]
+        lines += ["", *_next(options, spec, own)]
     print("\n".join([*lines, *noted(notes)]))
     return 0
 
 
-def _next(options: argparse.Namespace, spec: Spec, own: Spec, plan: PlacedPlan) -> Iterator[str]:
+def _next(options: argparse.Namespace, spec: Spec, own: Spec) -> Iterator[str]:
     """Yield the commands that run by a plan, and that continue the run from which it was made."""
-    ranks = str(len(plan.ranks))
     yield "Run it:  " + shlex.join(["distflow", "run", options.dag_file or options.dag or str(spec.dag_source.file),
                                     "--run", options.out])
     if options.runs:
@@ -84,7 +86,7 @@ def _next(options: argparse.Namespace, spec: Spec, own: Spec, plan: PlacedPlan) 
         given += [f"roles.{name}.micro_batch_tokens={role.micro_batch_tokens}" for name, role in own.run.roles.items()
                   if role.micro_batch_tokens != spec.run.roles[name].micro_batch_tokens]
         yield "Or stop the run, and continue it by this plan:"
-        yield "  " + shlex.join(["distflow", "resume", options.runs[-1], "--ranks", ranks,
+        yield "  " + shlex.join(["distflow", "resume", options.runs[-1], "--ranks", str(own.run.ranks),
                                  *(word for each in given for word in ("--set", each))])
 
 
@@ -103,11 +105,9 @@ def _write(path: str, text: str) -> None:
             from None
 
 
-def _solved(options: argparse.Namespace, spec: Spec, costed: CostedProblem,
-            known: Calibration | None) -> tuple[Placement, PlacedPlan]:
-    """Return the best placement found, and the plan that says it."""
+def _solved(options: argparse.Namespace, spec: Spec, costed: CostedProblem) -> tuple[Placement, float | None]:
+    """Return the best placement found, and a lower bound over the layouts that the exact solver considered."""
     from planners.heterogeneous.explain import impossible
-    from planners.heterogeneous.placed_plan import written
     from planners.heterogeneous.runnable import ByRanks
 
     found, considered = _searched(options, spec, costed)
@@ -118,9 +118,7 @@ def _solved(options: argparse.Namespace, spec: Spec, costed: CostedProblem,
             what, hint = "no placement that ranks can run was found in that time", "Give it more  --seconds"
         raise InvalidInput(impossible(costed) or Diagnostic(what, None, hint))
     proven = found and best.seconds * _ROUNDED >= found[-1].seconds  # what is enumerated may be faster than these
-    return best, replace(written(costed.problem, best), solver=options.solver or "hybrid",
-                         bound=min(costed.bound(), best.seconds), rest_seconds=known.rest if known else 0.0,
-                         bound_considered=considered if proven else None)
+    return best, considered if proven else None
 
 
 def _searched(options: argparse.Namespace, spec: Spec,
@@ -177,32 +175,40 @@ def _toys(spec: Spec) -> Iterator[str]:
                f"parameters, not one for such devices. Name yours:  --set roles.{embedded[0]}.model=FOLDER")
 
 
-def _described(spec: Spec, plan: PlacedPlan) -> Iterator[str]:
+def _heading(spec: Spec, solver: str, best: Placement, bound: float, considered: float | None,
+             rest: float) -> Iterator[str]:
+    """Yield what a placement promises. `rest`: seconds of an iteration beside its tasks."""
     from planners.heterogeneous.explain import duration
 
-    yield (f"{spec.dag.name} on {spec.cluster_name}, mode {spec.run.mode}, solver {plan.solver} "
+    yield (f"{spec.dag.name} on {spec.cluster_name}, mode {spec.run.mode}, solver {solver} "
            "(a prediction of the cost model, not a measurement)")
-    yield (f"an iteration: {duration(plan.seconds + plan.rest_seconds)}; no plan takes less than "
-           f"{duration(plan.bound + plan.rest_seconds)} (gap {1 - plan.bound / plan.seconds:.1%})")
-    if plan.bound_considered is not None:
-        least = duration(plan.bound_considered + plan.rest_seconds)
-        yield "it is the best of the layouts considered" if plan.bound_considered >= plan.seconds * (1 - 1e-6) \
-            else f"the best of the layouts considered takes at least {least}"
-    if len(plan.groups) == 1 and spec.run.has_samplers:
+    yield (f"an iteration: {duration(best.seconds + rest)}; no plan takes less than {duration(bound + rest)} "
+           f"(gap {1 - bound / best.seconds:.1%})")
+    if considered is not None:
+        yield "it is the best of the layouts considered" if considered >= best.seconds * (1 - 1e-6) \
+            else f"the best of the layouts considered takes at least {duration(considered + rest)}"
+    if len(best.grouping) == 1 and spec.run.has_samplers:
         yield f"in its one group all tasks take turns: it runs in mode sync, not {spec.run.mode}"
     yield from _toys(spec)
-    for number, group in enumerate(plan.groups, 1):
-        devices = " + ".join(f"{count} {name}" for name, count in group.devices.items())
+
+
+def _placed(problem: Problem, best: Placement) -> Iterator[str]:
+    """Yield the groups of a placement, with the devices and layouts of their tasks."""
+    names = [device_group.name for device_group in problem.hardware.device_groups]
+    for number, (group, subset) in enumerate(zip(best.grouping, best.subsets), 1):
+        devices = " + ".join(f"{count} {name}" for count, name in zip(subset, names) if count)
         yield from ("", f"group {number}: {devices}")
-        for name in group.tasks:
-            task = plan.tasks[name]
-            yield f"  {name}  dp {task.dp}, tp {task.tp}, pp {task.pp}" \
-                + (f", ep {task.ep}" if task.ep > 1 else "") + f", {task.micro_rows} rows a micro-batch"
-            for shares in task.shares:
-                yield f"    {shares.count} × {shares.rows} rows on {' → '.join(_runs(shares.stages, task.layers))}"
+        for task in group:
+            layout = best.layouts[task]
+            dp, tp, pp, ep, micro = layout.strategy
+            yield f"  {problem.tasks[task].name}  dp {dp}, tp {tp}, pp {pp}" \
+                + (f", ep {ep}" if ep > 1 else "") + f", {micro} rows a micro-batch"
+            for kind, rows in zip(layout.arrangement, layout.rows):
+                stages = [names[stage] for stage in kind.stages]
+                yield f"    {kind.count} × {rows} rows on {' → '.join(_runs(stages, layout.layers))}"
 
 
-def _runs(stages: list[str], layers: list[int]) -> Iterator[str]:
+def _runs(stages: Sequence[str], layers: Sequence[int]) -> Iterator[str]:
     """Yield stages with their layers, equal neighbours in one: `hopper layers 9 9`."""
     word = "layers "
     for stage, run in itertools.groupby(zip(stages, layers), key=lambda pair: pair[0]):

@@ -5,7 +5,7 @@
     hardware    rooflines of devices and links            cost       seconds of layouts and of an iteration
     layouts     the best layout of a task on a subset     search     the hybrid search      exact   the integer program
     runnable    the best placement that ranks can run     explain    what bounds a placement
-    placed_plan, planned_run    a placement by the names of nodes and machines, and as a run
+    planned_run a placement as a run
 
 Pure as the rest of `planners`, but for numpy, and scipy where an integer program is solved.
 """

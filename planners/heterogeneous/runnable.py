@@ -21,7 +21,6 @@ from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Layout as Split
 from planners.heterogeneous.cost import CostModel
 from planners.heterogeneous.layouts import CostedProblem, blocks_of, used_by, with_idle_shares
-from planners.heterogeneous.placed_plan import PlacedPlan, written
 from planners.heterogeneous.planned_run import are_groups_of_a_run, planned_run
 from planners.heterogeneous.problem import (
     GENERATE,
@@ -88,7 +87,7 @@ class ByRanks:
         sized = form.grouping, tuple(map(sum, form.subsets))
         if self.hopeless or (self._refused[sized] >= _REFUSALS and sized not in self._accepted):
             return False
-        why = refusal(self.spec, written(self.costed.problem, form))
+        why = refusal(self.spec, self.costed.problem, form)
         if why is None:
             self._accepted.add(sized)
             return True
@@ -216,10 +215,12 @@ def run_freedom(spec: Spec, problem: Problem) -> Freedom:
         for number in numbers))
 
 
-def refusal(spec: Spec, plan: PlacedPlan) -> Diagnostic | None:
-    """Return why ranks cannot run a plan; None if they can."""
+def refusal(spec: Spec, problem: Problem, placement: Placement) -> Diagnostic | None:
+    """Return why ranks cannot run a placement; None if they can."""
+    if (own := planned_run(spec, problem, placement)) is None:
+        return Diagnostic("the ranks of a machine, of a share or of a group would not follow each other")
     try:
-        make_plan(planned_run(spec, plan), len(plan.ranks))
+        make_plan(own, own.run.ranks or 0)
     except InvalidInput as error:
         return error.mistakes[0]
     return None

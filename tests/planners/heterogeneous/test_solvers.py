@@ -17,7 +17,7 @@ from distflow.config.load import load
 from distflow.errors import InvalidInput
 from planners.heterogeneous.exact import Options, Proof, prove
 from planners.heterogeneous.layouts import CostedProblem
-from planners.heterogeneous.placed_plan import ranks_of
+from planners.heterogeneous.planned_run import ranks_of
 from planners.heterogeneous.problem import Freedom, Placement, Problem
 from planners.heterogeneous.search import Progress, allowed, groupings, sampled_groupings, search
 from planners.heterogeneous.workload import problem_of
