@@ -50,7 +50,6 @@ FILE_LINES, FUNCTION_LINES, DAG_LINES = 600, 60, 40
 IDEAS_OF_THEIR_OWN = {
     "distflow", "distflow.config.live_changes",
     "distflow.contracts.detectors",
-    "distflow.data.missing_rows",
     "distflow.weights.transport.tcp", "planners.heterogeneous.efficiency",
     "workers.device", "workers.engines.sglang.weights", "workers.functions.entropy",
     "workers.isolation.sandbox.landlock", "workers.profiler"}

@@ -44,9 +44,6 @@ class DockSource:
     once. One that is too old is enqueued again under another id (`REPEATS`).
     """
 
-    drawn = None
-    """The prompts of a rank are no range."""
-
     def __init__(self, loader: Dataloader, plan: Plan, channel: RolloutChannel, run: Run,
                  trained: Mapping[str, RoleEngines], rank: int, attempt: int = 0):
         self.loader, self.plan, self.channel, self.run, self.trained, self.rank = \

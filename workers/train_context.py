@@ -163,13 +163,13 @@ class TrainContext:
         self._draw(self.buffer.draw_again)
         return True
 
-    def _draw(self, fill: Callable[[Batch, range | None], None]) -> None:
+    def _draw(self, fill: Callable[[Batch], None]) -> None:
         number = self.loader.drawn_before
         for role in self.roles.values():
             role.draw = number
         with Watch(self.status, "waiting for prompts", f"before draw {number} of prompts"):
             prompts = self.source.next()
-        fill(prompts, self.source.drawn)
+        fill(prompts)
         self.buffer.receive(self.source.take_results())
 
     @contextlib.contextmanager

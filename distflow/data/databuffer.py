@@ -23,7 +23,6 @@ from torch import Tensor
 
 from distflow.data.assignment import RowCounts, ShardAssignment
 from distflow.data.batch import Batch, ColumnData, Ragged, encode_text, to_list
-from distflow.data.missing_rows import missing_rows
 from distflow.data.redistribute import Redistributor
 from distflow.data.row_filter import KeptRows, concat_non_empty
 from distflow.errors import ColumnError, RankMissing
@@ -62,26 +61,23 @@ class Databuffer:
         """The ranks that know a layout's assignment; the same on every rank."""
         self.moved: set[tuple[str, str, Layout]] = set()
         """(producer, column, layout) redistributed in this draw; the same on every rank."""
-        self.drawn: range | None = None
-        """Rows of the dataset that all ranks together have in this step; None when some of them were dropped."""
         self.kept = _ALL
         """Rows that remained, on all ranks and in all draws, after the last task that dropped rows."""
         self.earlier: _Draw | None = None
         self.draws = 0
 
-    def start(self, batch: Batch, drawn: range | None = None) -> None:
-        """Begin a step with this rank's rows of the dataset. `drawn`: the rows of all shares, named by timeouts."""
+    def start(self, batch: Batch) -> None:
+        """Begin a step with this rank's rows of the dataset."""
         self.draws, self.earlier, self.kept = 0, None, _ALL
         for redistributor in self.redistributors.values():
             redistributor.moved = 0
-        self._begin(batch, drawn)
+        self._begin(batch)
 
-    def draw_again(self, batch: Batch, drawn: range | None = None) -> None:
+    def draw_again(self, batch: Batch) -> None:
         self.earlier = self.step_columns, self.assignments, self.kept
-        self._begin(batch, drawn)
+        self._begin(batch)
 
-    def _begin(self, batch: Batch, drawn: range | None) -> None:
-        self.drawn = drawn
+    def _begin(self, batch: Batch) -> None:
         self.step_columns = {(SOURCE, self.source_layout): batch}
         self.assignments, self.informed = {}, {}
         self.moved = set()
@@ -230,11 +226,9 @@ class Databuffer:
                 facts["bytes"] = redistributor.moved - before
             self.metrics.maximum("data/bytes_of_busiest_rank", sum(each.moved for each in self.redistributors.values()))
         except RankMissing as error:
-            rows = missing_rows(self.lineage, producer, origin, self.assignments.get(origin), self.drawn, self.rank,
-                                error.ranks, origin)
             raise RankMissing(f"node `{task.node}` on rank {self.rank} waits for columns {', '.join(names)} of the "
-                              f"rows of node `{producer}`, on rank {origin.first} to {origin.last}: {error}. Of these "
-                              f"rows {rows}", error.ranks) from error
+                              f"rows of node `{producer}`, on rank {origin.first} to {origin.last}: {error}",
+                              error.ranks) from error
         earlier = self.step_columns.get((producer, layout))
         self.step_columns[producer, layout] = moved if earlier is None else moved.with_columns(earlier.columns)
 
@@ -293,7 +287,6 @@ class Databuffer:
             self._join()
 
     def _keep_only(self, kept: KeptRows) -> None:
-        self.drawn = None
         self.kept = KeptRows(self.kept.ids[kept.is_kept(self.lineage, self.kept.ids, self.kept.fan)], self.kept.fan)
         self.assignments = {layout: kept.of_assignment(self.lineage, assignment, self.lineage.unit(layout))
                             for layout, assignment in self.assignments.items()}
@@ -309,7 +302,7 @@ class Databuffer:
     def _join(self) -> None:
         if self.earlier is None:
             return
-        (step_columns, assignments, kept), self.drawn = self.earlier, None
+        step_columns, assignments, kept = self.earlier
         self.step_columns = {key: concat_non_empty(step_columns[key], batch)
                              for key, batch in self.step_columns.items()}
         self.assignments = {layout: assignments[layout].joined(later) for layout, later in self.assignments.items()}

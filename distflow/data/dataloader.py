@@ -300,11 +300,6 @@ class Dataloader:
         return self.position // self.batch
 
     @property
-    def drawn(self) -> range | None:
-        """Rows of the last step, of all shares; None if they are no range."""
-        return range(self.position - self.batch, self.position)
-
-    @property
     def epoch(self) -> float:
         return self.position / len(self.records)
 

@@ -217,7 +217,7 @@ def wait_in_vain(plan: Plan) -> str:
     presence = RankStatus(client(underlying.port).below("who waits"), dist.get_rank(), 3)
     buffer = Databuffer(plan, dist.get_rank(), Metrics(), limit=2.0)
     buffer.redistributor.host_group  # noqa: B018 - all ranks make it
-    buffer.start(Batch(torch.arange(0)), range(10, 16))
+    buffer.start(Batch(torch.arange(0)))
     heartbeat.current().begin(4)
     presence.set("computing node `a`" if dist.get_rank() == 2 else "waiting for node `b`")
     if dist.get_rank() == 2:
@@ -237,7 +237,6 @@ def test_who_is_waited_for_is_named():
     for rank, text in enumerate((first, second)):
         assert (f"node `b` on rank {rank} waits for columns r_a, d_a of the rows of node `a`, on rank 0 to 2: "
                 "rank 2 did") in text
-        assert "Of these rows rank 2 is to send 4 of them by its share: 28, 29, 30, 31" in text
         assert "rank 2 is in step 4, computing node `a`, for " in text.splitlines()[-1]
 
 
