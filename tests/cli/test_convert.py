@@ -15,44 +15,9 @@ from pyarrow import parquet
 from distflow.cli import main
 
 MODEL = 'roles.actor.model={"architecture": "qwen3"}'
-VERL = """
-set -x
-MODEL=${MODEL:-Qwen/Qwen3-8B}
-n=5
-# comments and options of the shell do not count
-python3 -m verl.trainer.main_ppo --config-name ppo_trainer \\
-    algorithm.adv_estimator=grpo data.train_files="['train.jsonl']" data.val_files=heldout.jsonl \\
-    data.train_batch_size=100 data.max_response_length=64 actor_rollout_ref.model.path=$MODEL \\
-    actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=32 \\
-    actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28 \\
-    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean actor_rollout_ref.rollout.name=hf \\
-    actor_rollout_ref.rollout.n=${n} +actor_rollout_ref.rollout.val_kwargs.n=4 trainer.test_freq=5 \\
-    actor_rollout_ref.rollout.val_kwargs.temperature=0.6 actor_rollout_ref.rollout.val_kwargs.top_p=0.95 \\
-    actor_rollout_ref.rollout.val_kwargs.top_k=-1 trainer.save_freq=-1 trainer.rollout_data_dir=out \\
-    trainer.logger='["console","tensorboard"]' trainer.nnodes=1 trainer.n_gpus_per_node=2 \\
-    actor_rollout_ref.actor.entropy_coeff=0.001 actor_rollout_ref.actor.clip_ratio_c=10.0 \\
-    actor_rollout_ref.actor.optim.lr_scheduler_type=cosine actor_rollout_ref.actor.optim.min_lr_ratio=0.1 \\
-    trainer.total_epochs=15 data.filter_overlong_prompts=True data.truncation=error $@
-"""
-PPO = {"algorithm": {"adv_estimator": "gae", "lam": 0.9, "use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.05}},
-       "data": {"train_files": "train.jsonl", "train_batch_size": 64, "prompt_key": "question"},
-       "actor_rollout_ref": {"model": {"path": "m"}, "actor": {"ppo_mini_batch_size": 16, "optim": {"lr": "1e-6"}},
-                             "rollout": {"n": 2, "top_k": -1, "response_length": "${data.max_response_length}"}},
-       "critic": {"optim": {"lr": "1e-5"}, "ppo_mini_batch_size": "${actor_rollout_ref.actor.ppo_mini_batch_size}"},
-       "trainer": {"total_training_steps": 20, "critic_warmup": 5}}
-TRL = {"model_name_or_path": "m", "dataset_name": "train.jsonl", "num_generations": 4, "max_completion_length": 32,
-       "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "learning_rate": "1e-6", "beta": 0.04,
-       "epsilon": 0.2, "epsilon_high": 0.28, "loss_type": "dr_grpo", "scale_rewards": False, "max_steps": 30,
-       "report_to": ["tensorboard"], "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-7},
-       "logging_steps": 10, "lora_r": 8, "min_p": 0.05, "mask_truncated_completions": True}
-SIIRL: dict[str, Any] = {"dag_id": "grpo_pipeline", "nodes": [
-    {"node_id": "rollout", "node_type": "MODEL_INFERENCE", "node_role": "ROLLOUT", "dependencies": []},
-    {"node_id": "function_reward", "node_type": "COMPUTE", "node_role": "REWARD", "dependencies": ["rollout"]},
-    {"node_id": "advantages", "node_type": "COMPUTE", "node_role": "ADVANTAGE", "dependencies": ["function_reward"]},
-    {"node_id": "old", "node_type": "MODEL_TRAIN", "node_role": "ACTOR", "only_forward_compute": True,
-     "dependencies": ["advantages"]},
-    {"node_id": "ref", "node_type": "MODEL_TRAIN", "node_role": "REFERENCE", "dependencies": ["old"]},
-    {"node_id": "train", "node_type": "MODEL_TRAIN", "node_role": "ACTOR", "dependencies": ["ref"]}]}
+CASES = Path(__file__).parent / "conversions"
+PPO, TRL = (yaml.safe_load((CASES / name / "theirs.yaml").read_text()) for name in ("verl_ppo", "trl"))
+NOT_OF_THIS_MODEL = ("verl_frozen_parts",)
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +26,23 @@ def folder(tmp_path, monkeypatch):
     for name in ("train", "heldout"):
         record = {"question": "1 + 1?", "prompt": "1 + 1?", "answer": "2"}
         (tmp_path / f"{name}.jsonl").write_text(200 * f"{json.dumps(record)}\n")
+    asked = {"prompt": [{"role": "user", "content": "1 + 1?"}], "reward_model": {"ground_truth": "2"}}
+    parquet.write_table(pyarrow.Table.from_pylist(200 * [asked]), tmp_path / "t.parquet")
     return tmp_path
+
+
+@pytest.mark.parametrize("name", sorted(case.name for case in CASES.iterdir()))
+def test_a_configuration_becomes_these_files(name, folder, capsys):
+    """All that is written and printed, as it stands in conversions/. `dag.yaml` there is theirs.yaml of the answer."""
+    (theirs,) = (CASES / name).glob("theirs.*")
+    shutil.copy(theirs, folder)
+    assert main(["convert", theirs.name]) == 0
+    made = {file.name.replace("theirs", "dag"): file.read_text() for file in Path("theirs").iterdir()}
+    made["printed.txt"] = capsys.readouterr().out
+    assert made == {file.name: file.read_text() for file in (CASES / name).iterdir() if file.name != theirs.name}
+    run = ["--run", "theirs/run.yaml", "--set", MODEL, "--set", "log=[]"] if "run.yaml" in made else \
+        ["--set", "data={train: train.jsonl}", "--set", "validation=null"]
+    assert main(["validate", "theirs/theirs.yaml", *run]) == (2 if name in NOT_OF_THIS_MODEL else 0)
 
 
 def converted(content: Any, name: str = "theirs.yaml") -> tuple[dict[str, Any], dict[str, Any]]:
@@ -71,89 +52,6 @@ def converted(content: Any, name: str = "theirs.yaml") -> tuple[dict[str, Any], 
     without_loggers = ["--set", MODEL, "--set", "log=[]"]  # whose packages may be missing
     assert main(["validate", "theirs/theirs.yaml", "--run", "theirs/run.yaml", *without_loggers]) == 0
     return tuple(yaml.safe_load(Path("theirs", file).read_text()) for file in ("theirs.yaml", "run.yaml"))
-
-
-def test_a_script_of_verl(capsys):
-    dag, run = converted(VERL, "theirs.sh")
-    printed = capsys.readouterr().out
-    assert dag["nodes"]["rollout"]["with"] == {"group_size": 5}
-    assert dag["nodes"]["update"]["with"] == {"clip": 0.2, "clip_high": 0.28, "dual_clip": 10.0, "entropy": 0.001,
-                                              "aggregate": "seq_mean_token_mean", "mini_batches": 4}
-    assert "reference" not in dag["nodes"], "without use_kl_loss nothing needs one"
-    assert run == {"steps": 100, "ranks": 2, "log": ["tensorboard"],
-                   "roles": {"actor": {"model": "Qwen/Qwen3-8B", "rollout": "hf", "learning_rate": 1e-6,
-                                       "weight_decay": 0.01, "betas": [0.9, 0.999],
-                                       "generation": {"max_new_tokens": 64}, "schedule": "cosine",
-                                       "min_learning_rate": pytest.approx(1e-7)}},
-                   "data": {"train": "train.jsonl", "batch": 100, "max_prompt_tokens": 512, "long_prompts": "drop"},
-                   "validation": {"data": {"set1": "heldout.jsonl"}, "every": 5, "samples": 4, "temperature": 0.6,
-                                  "top_p": 0.95},
-                   "samples": "all"}
-    assert "steps: 100 is a guess. The file counts epochs, 15" in printed
-    assert Path("theirs/not_converted.txt").read_text() == "config_name: ppo_trainer\n" \
-                                                           "data.truncation: error\n"
-
-
-def test_a_file_of_verl_with_a_critic():
-    dag, run = converted(PPO)
-    assert dag["nodes"]["advantage"]["with"] == {"gamma": 1.0, "lam": 0.9, "kl": 0.05}
-    assert dag["nodes"]["update"]["with"]["mini_batches"] == dag["nodes"]["critic"]["with"]["mini_batches"] == 4
-    assert dag["nodes"]["update"]["with"]["critic_warmup"] == 4, "there the actor begins in step 5"
-    assert run["roles"]["critic"] == {"learning_rate": 1e-5, "weight_decay": 0.01, "betas": [0.9, 0.999]}
-    assert run["steps"] == 20
-    left = Path("theirs/not_converted.txt").read_text()
-    assert left == "critic.ppo_mini_batch_size: 16\n", "what only refers to another setting is left out"
-
-
-def test_what_verls_ppo_leaves_out_is_verls_own_default(capsys):
-    dag, run = converted({"algorithm": {"adv_estimator": "gae"}, "data": {"train_files": "train.jsonl",
-                                                                          "train_batch_size": 64}})
-    printed = capsys.readouterr().out
-    assert dag["nodes"]["rollout"]["with"] == {"group_size": 1}
-    assert dag["nodes"]["advantage"]["with"] == {"gamma": 1.0, "lam": 1.0, "kl": 0.0}
-    assert dag["nodes"]["critic"]["with"] == {"clip": 0.5}
-    assert dag["nodes"]["update"]["with"] == {"clip": 0.2, "normalize": "batch", "dual_clip": 3.0,
-                                              "aggregate": "token_mean"}
-    assert run["roles"]["actor"]["generation"]["max_new_tokens"] == 512
-    assert run["roles"]["critic"]["learning_rate"] == 1e-5
-    said = next(line for line in printed.splitlines() if "the other project's defaults" in line)
-    for default in ("rollout.n: 1", "algorithm.lam: 1.0", "critic.cliprange_value: 0.5", "clip_ratio_c: 3.0"):
-        assert default in said
-    assert not Path("theirs/not_converted.txt").exists()
-
-
-@pytest.mark.parametrize(("estimator", "group"), [("grpo", 8), ("rloo", 4), ("remax", 1), ("reinforce_plus_plus", 1)])
-def test_algorithms_that_compare_answers_keep_several(estimator, group, capsys):
-    dag, _ = converted({"algorithm": {"adv_estimator": estimator}, "data": {"train_files": "train.jsonl",
-                                                                            "train_batch_size": 64}})
-    printed = capsys.readouterr().out
-    assert dag["nodes"]["rollout"]["with"]["group_size"] == group
-    assert ("has nothing to compare" in printed) is (group > 1)
-    assert ("rollout.n: 1" in printed) is (group == 1)
-    assert dag["nodes"]["update"]["with"]["aggregate"] == "token_mean"
-
-
-def test_frozen_parts_of_verl_are_patterns():
-    actor = {**PPO["actor_rollout_ref"]["actor"], "freeze_vision_tower": True}
-    Path("theirs.yaml").write_text(yaml.safe_dump({**PPO, "actor_rollout_ref": {**PPO["actor_rollout_ref"],
-                                                                                "actor": actor}}))
-    assert main(["convert", "theirs.yaml"]) == 0
-    assert yaml.safe_load(Path("theirs/run.yaml").read_text())["roles"]["actor"]["freeze"] == ["visual.*"]
-
-
-def test_a_file_of_trl():
-    dag, run = converted(TRL)
-    assert dag["nodes"]["update"]["with"] == {"clip": 0.2, "clip_high": 0.28, "aggregate": "fixed_length_sum",
-                                              "fixed_length": 32, "kl": 0.04}
-    assert dag["nodes"]["advantage"]["with"] == {"scale": False}
-    assert run["data"] == {"train": "train.jsonl", "batch": 8, "question": "prompt"}
-    assert run["roles"]["actor"]["lora"] == {"rank": 8}
-    assert run["roles"]["actor"]["schedule"] == "cosine"
-    assert run["roles"]["actor"]["min_learning_rate"] == 1e-7
-    assert run["roles"]["actor"]["generation"]["min_p"] == 0.05
-    assert dag["nodes"]["untruncated"]["function"] == "drop_truncated"
-    assert list(dag["nodes"]) == ["rollout", "reward", "reference", "advantage", "untruncated", "update"]
-    assert Path("theirs/not_converted.txt").read_text() == "logging_steps: 10\n"
 
 
 def trl(**settings: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
@@ -221,15 +119,6 @@ def test_the_warmup_of_verl_may_be_a_share(optim, warmup):
     assert converted(content)[1]["roles"]["actor"].get("warmup_steps") == warmup
 
 
-def test_tables_of_verl_are_read_as_they_are(folder):
-    asked = [{"role": "user", "content": "1 + 1?"}]
-    parquet.write_table(pyarrow.Table.from_pylist(200 * [{"prompt": asked, "reward_model": {"ground_truth": "2"}}]),
-                        folder / "t.parquet")
-    data = {"train_files": "t.parquet", "prompt_key": "prompt", "train_batch_size": 64}
-    run = converted({"algorithm": {"adv_estimator": "grpo"}, "data": data})[1]
-    assert (run["data"]["question"], run["data"]["answer"]) == ("prompt", "reward_model.ground_truth")
-
-
 @pytest.mark.parametrize(("settings", "prompts", "mini_batches"), [
     ({"gradient_accumulation_steps": 4}, 8, None),
     ({"gradient_accumulation_steps": 2, "steps_per_generation": 8}, 16, 4),
@@ -248,40 +137,6 @@ def test_the_batch_of_trl_is_what_is_sampled_at_once(settings, prompts, mini_bat
     assert ("is that of one process" in printed) is (known == {"generation_batch_size"} and mini_batches is not None)
 
 
-def test_what_to_dict_of_trl_has():
-    """Settings as `GRPOConfig.to_dict()` has them: unset ones are null, enumerations are text, some are mappings."""
-    theirs = {"output_dir": "trainer_output", "max_steps": -1, "num_train_epochs": 3.0,
-              "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
-              "generation_batch_size": 16, "steps_per_generation": 1, "seed": 42,
-              "learning_rate": 1e-06, "lr_scheduler_type": "linear", "lr_scheduler_kwargs": None, "warmup_steps": 0,
-              "adam_beta1": 0.9, "adam_beta2": 0.999, "weight_decay": 0.0, "max_grad_norm": 1.0, "beta": 0.0,
-              "epsilon": 0.2, "epsilon_high": None, "delta": None, "num_iterations": 1, "loss_type": "dapo",
-              "scale_rewards": "group", "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "eval_steps": None,
-              "report_to": ["none"], "gradient_checkpointing": True, "use_vllm": False, "save_steps": 500,
-              "vllm_gpu_memory_utilization": 0.3, "vllm_tensor_parallel_size": 1, "mask_truncated_completions": False,
-              "chat_template_kwargs": None, "accelerator_config": {"split_batches": False}, "fsdp": [], "bf16": True}
-    dag, run, left = trl(**theirs)
-    assert left == ["accelerator_config.split_batches: False", "bf16: True", "fsdp: []"]
-    assert dag["nodes"]["update"]["with"] == {"clip": 0.2, "aggregate": "token_mean", "epochs": 1}
-    assert "reference" not in dag["nodes"]
-    assert run["roles"]["actor"]["betas"] == [0.9, 0.999]
-    assert (run["steps"], run["data"]["batch"], run["output"]) == (100, 4, "trainer_output")
-
-
-def test_rewards_of_theirs_are_named_with_their_module(capsys):
-    trl(reward_funcs=["near", "far"])
-    assert "the DAG names them  reward: [MODULE:NAME, …]" in capsys.readouterr().out
-    shutil.rmtree("theirs")
-    converted(f"{VERL.rstrip()} custom_reward_function.path=near.py\n", "theirs.sh")
-    assert "the DAG names it  reward: MODULE:NAME" in capsys.readouterr().out
-
-
-def test_a_push_of_trl_is_a_command_after_the_run(capsys):
-    _, _, left = trl(push_to_hub=True, hub_model_id="me/tuned", hub_private_repo=True)
-    assert left == []
-    assert "hf upload --private me/tuned RUN/model" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(("setting", "arguments"), [
     ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
      {"aggregate": "fixed_length_sum", "fixed_length": 64}),
@@ -296,17 +151,6 @@ def test_each_value_of_verl_is_converted_or_listed(setting, arguments):
     assert (arguments or {}).items() <= dag["nodes"]["update"]["with"].items()
 
 
-def test_a_dag_of_siirl(folder):
-    (folder / "theirs.yaml").write_text(yaml.safe_dump(SIIRL))
-    assert main(["convert", "theirs.yaml"]) == 0
-    run = ["--set", 'data={"train": "train.jsonl"}', "--set", "validation=null"]
-    assert main(["validate", "theirs/theirs.yaml", "--run", "embedded", *run]) == 0
-    nodes = yaml.safe_load((folder / "theirs/theirs.yaml").read_text())["nodes"]
-    assert {name: node["function"] for name, node in nodes.items()} == {
-        "rollout": "generate", "function_reward": "score", "advantages": "group_advantage", "old": "logprobs",
-        "ref": "logprobs", "train": "policy_update"}
-
-
 def test_what_cannot_be_converted_is_told(folder, capsys):
     agents = {"nodes": [{"node_id": "env", "node_type": "COMPUTE", "node_role": "ENVIRONMENT"}]}
     for content, said in ((agents, "node `env` (COMPUTE, ENVIRONMENT)"), ({"a": 1}, "is no configuration of verl"),
@@ -319,16 +163,6 @@ def test_what_cannot_be_converted_is_told(folder, capsys):
     (folder / "theirs.yaml").write_text(yaml.safe_dump(TRL))
     assert main(["convert", "theirs.yaml"]) == 2
     assert "theirs exists" in capsys.readouterr().err
-
-
-def test_what_only_the_script_can_fill_in_is_listed(folder, capsys):
-    _, run = converted("NODES=\nlong=$((16 * 4))\npython3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "
-                       "data.train_files=train.jsonl data.train_batch_size=8 data.max_response_length=$long "
-                       "trainer.nnodes=$MACHINES_OF_NOBODY trainer.n_gpus_per_node=2", "theirs.sh")
-    assert run["roles"]["actor"]["generation"]["max_new_tokens"] == 64
-    assert run["ranks"] == 2
-    assert "set these by hand: trainer.nnodes: $MACHINES_OF_NOBODY" in capsys.readouterr().out
-    assert Path("theirs/not_converted.txt").read_text() == "trainer.nnodes: $MACHINES_OF_NOBODY\n"
 
 
 @pytest.mark.parametrize(("name", "content", "said"), [
