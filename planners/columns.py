@@ -50,6 +50,13 @@ SHOWN = ("completions", "rewards", "turns")
 """Columns that samples.jsonl shows, whether or not a node reads them."""
 
 
+def token_columns(spec: Spec, bound: dict[str, Contract]) -> set[str]:
+    """Return the fields among `data.columns` that a node reads as tokens, and not as text."""
+    return {column for node, contract in bound.items() for read in contract.reads
+            if (column := _column_read(spec.dag.nodes[node].reads, read.name)) in spec.run.data.columns
+            and plain_form(read.form) == "Ragged"}
+
+
 @dataclass(frozen=True)
 class NodeColumns:
     """Columns that a node reads and writes. `fan`: the nodes that repeated its input rows, outermost first."""
@@ -115,7 +122,8 @@ class _Tracer:
         for node, columns in self.written.items():
             for column in dict.fromkeys(columns):
                 self.writers.setdefault(column, []).append(node)
-        self.given = {**dict.fromkeys(spec.run.data.columns, "list[str]"), **SOURCE_FORMS}
+        self.given = {**dict.fromkeys(spec.run.data.columns, "list[str]"),
+                      **dict.fromkeys(token_columns(spec, bound), "Ragged"), **SOURCE_FORMS}
         if spec.run.data.images:
             self.given["images"] = "Ragged"
         if spec.run.data.targets == "all":

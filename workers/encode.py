@@ -130,7 +130,9 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: Data, image_encoder: Image
     no task of the `plan` reads them. Where none samples, here or `sampled_elsewhere`, prompts are what precedes a
     target in its conversation, and not what the template would have continued. `ends`: see `imitated_tokens`."""
     imitates = not (plan is None or sampled_elsewhere or any(task.samples for task in plan.tasks))
-    learns = plan is None or any(column.name == "targets" for task in plan.tasks for column in task.reads)
+    reads = [column for task in plan.tasks for column in task.reads] if plan else []
+    learns = plan is None or any(column.name == "targets" for column in reads)
+    tokens = {column.name for column in reads if column.form == "Ragged"} & {*data.columns}
     require_template(tokenizer, data)
 
     def encode(given: list[Record]) -> dict[str, ColumnData]:
@@ -141,8 +143,10 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: Data, image_encoder: Image
         prompts, images, cut = _cut([each.prompt for each in imitated], data) if imitates and not image_encoder else \
             encode_prompts(tokenizer, data, records, image_encoder)
         current().add("data/prompts_cut", cut)
-        extra: dict[str, ColumnData] = {name: encode_text(_text(record, name, data) for record in records)
-                                        for name in data.columns}
+        extra: dict[str, ColumnData] = {
+            name: _cut_targets([_imitated(tokenizer, data, record, ends, name) for record in records], data)
+            if name in tokens else encode_text(_text(record, name, data) for record in records)
+            for name in data.columns}
         if images is not None:
             extra["images"] = images
         return {"prompts": prompts, **(_targets(imitated, data) if learns else {}), **extra,
@@ -151,10 +155,14 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: Data, image_encoder: Image
     return encode
 
 
-def _imitated(tokenizer: PreTrainedTokenizerBase, data: Data, record: Record, ends: Collection[int]) -> ImitatedTokens:
-    messages = conversation_of(record, data)
+def _imitated(tokenizer: PreTrainedTokenizerBase, data: Data, record: Record, ends: Collection[int],
+              field: str = "") -> ImitatedTokens:
+    """Return the tokens of the record's answer, or of that in another `field`, of which the last message is learned."""
+    if field:
+        _check_question(record, field, data)
+    messages = conversation_of(record, data, field)
     with _rendering(messages):
-        return imitated_tokens(tokenizer, messages, tools_of(record, data), data.targets, ends,
+        return imitated_tokens(tokenizer, messages, tools_of(record, data), "last" if field else data.targets, ends,
                                **template_variables(record, data))
 
 
@@ -171,20 +179,28 @@ def _rendering(messages: list[Message]) -> Iterator[None]:
 
 
 def _targets(imitated: list[ImitatedTokens], data: Data) -> dict[str, ColumnData]:
-    longest = data.max_target_tokens
-    current().add("data/targets_cut", sum(len(each.target) > longest for each in imitated))
-    targets = Ragged.from_rows([torch.tensor(each.target[:longest], dtype=torch.int64) for each in imitated])
+    targets = _cut_targets(imitated, data)
     if data.targets == "last":
         return {"targets": targets}
-    masks = [torch.tensor(each.mask[:longest], dtype=torch.bool) for each in imitated]
+    masks = [torch.tensor(each.mask[: data.max_target_tokens], dtype=torch.bool) for each in imitated]
     return {"targets": targets, "target_mask": Ragged.from_rows(masks, torch.bool)}
 
 
+def _cut_targets(imitated: list[ImitatedTokens], data: Data) -> Ragged:
+    longest = data.max_target_tokens
+    current().add("data/targets_cut", sum(len(each.target) > longest for each in imitated))
+    return Ragged.from_rows([torch.tensor(each.target[:longest], dtype=torch.int64) for each in imitated])
+
+
 def _text(record: Record, name: str, data: Data) -> str:
-    """Return a text field. Raises InvalidInput: it is an answer to another question than the record's."""
+    _check_question(record, name, data)
+    return answer_text(record[name])
+
+
+def _check_question(record: Record, name: str, data: Data) -> None:
+    """Raise InvalidInput if a field is an answer to another question than the record's."""
     if differs_from_question(record[name], record[data.question]):
         raise InvalidInput(f"field `{name}` is a conversation that begins unlike the question of its record")
-    return answer_text(record[name])
 
 
 def _cut(prompts: list[list[int]], data: Data) -> tuple[Ragged, None, int]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config.loggers import loggers_of
-from distflow.data.batch import Ragged, to_list
+from distflow.data.batch import Ragged, is_text, to_list
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import barrier, gather, gather_values
 from distflow.errors import StepFailed, quoted
@@ -348,8 +348,9 @@ def _all_samples(buffer: Databuffer, own: Iterable[str]) -> list[dict[str, Any]]
     """Return all rows of this rank, of responses only the lengths and the mean advantages; with several nodes that
     sample side by side, each row says its `node`."""
     found, rows = buffer.all_rows((*_SHOWN, *_WHOLE, *own)), []
+    tokens = {"responses", "advantages", *own}
     for node, columns in found.items():
-        values = {name: to_list(column) for name, column in columns.items() if name not in ("responses", "advantages")}
+        values = {name: to_list(column) for name, column in columns.items() if name not in tokens or is_text(column)}
         if isinstance(responses := columns.get("responses"), Ragged):
             values["length"] = responses.lengths.tolist()
         if isinstance(each := columns.get("advantages"), Ragged):
@@ -372,7 +373,8 @@ def _samples(buffer: Databuffer, count: int, own: Iterable[str],
     rows = [_as_sample(dict(zip(names, values)), tokenizer) for values in zip(*(columns[name] for name in names))]
     for name in (name for name in own if name in columns):
         for row, value in zip(rows, columns[name]):
-            row.setdefault(name, value[:_LONGEST])
+            if isinstance(value, str):  # of tokens the text is in `completions`
+                row.setdefault(name, value[:_LONGEST])
     return rows
 
 

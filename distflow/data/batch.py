@@ -221,8 +221,11 @@ def to_list(column: ColumnData) -> list[Any]:
     """Return a column as Python values, one for each row; of text, strings."""
     if not isinstance(column, Ragged):
         return column.tolist()
-    is_text = isinstance(column.values, Tensor) and column.values.dtype == torch.uint8
-    return decode_text(column) if is_text else [to_list(row) for row in column.rows]
+    return decode_text(column) if is_text(column) else [to_list(row) for row in column.rows]
+
+
+def is_text(column: ColumnData) -> bool:
+    return isinstance(column, Ragged) and isinstance(column.values, Tensor) and column.values.dtype == torch.uint8
 
 
 def levels(column: ColumnData) -> tuple[list[Tensor], Tensor]:

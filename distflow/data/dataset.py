@@ -435,7 +435,8 @@ def _requirement(record: Record, name: str, fields: RequiredFields) -> str:
     if fields.is_empty_field(name, record[name]):
         return _FILLED
     value = record[name]
-    if name != fields.question and (wrong := conversation_error(value, asked, name == fields.answer)):
+    if name != fields.question and (wrong := conversation_error(value, asked, name == fields.answer,
+                                                                    name in fields.imitated)):
         return wrong
     if not fields.images and has_other_parts(value):
         return ONLY_TEXT

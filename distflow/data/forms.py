@@ -23,8 +23,9 @@ Record = dict[str, Any]
 QUESTION, ANSWER = (str(Data.model_fields[name].default) for name in ("question", "answer"))
 OF_QUESTIONS = ("system", "system_prompt", "context", "passage", "choices", "options")
 """Fields by whose names their text belongs to the question."""
-SCORES = ("score_chosen", "score_rejected")
-"""Fields by whose names they say how good the answers of a pair are."""
+SCORES = tuple((form.format("chosen"), form.format("rejected"))
+               for form in ("score_{}", "rating_{}", "{}_score", "{}_rating", "{}-rating"))
+"""Pairs of fields that say by their names how good the answers of a pair are."""
 _ABSENT = object()
 _SPEAKER, _SAID = ("from", "speaker"), ("value", "content", "text")
 _TURNS = (("role", "content"), ("role", "tool_calls"), *itertools.product(_SPEAKER, _SAID))
@@ -327,7 +328,7 @@ def columns_of(data: Data, names: list[str]) -> list[str] | None:
     fields += [data.question, data.answer, *filter(None, (data.tools, data.images))]
     fields += [field for form in forms for field in form.fields] + ["history"] * bool(forms)
     fields += ["loss_mask", VARIABLES]
-    fields += ["prompt", "tools", "label", *SCORES, *OF_QUESTIONS]  # of which notes speak
+    fields += ["prompt", "tools", "label", *itertools.chain(*SCORES), *OF_QUESTIONS]  # of which notes speak
     return [name for name in names if name in {*map(_column_of(names), fields)}]
 
 

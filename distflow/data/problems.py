@@ -65,10 +65,11 @@ def holds_answer(field: str) -> bool:
     return field.rpartition(".")[2] in ("messages", "conversation", "conversations")
 
 
-def conversation_of(record: Record, data: Data) -> list[Message]:
+def conversation_of(record: Record, data: Data, field: str = "") -> list[Message]:
     """Return a record's question and answer as the messages of one conversation; an answer of one message that the
-    question begins is one message with it."""
+    question begins is one message with it. `field`: of another answer than the record's."""
     asked, answer = asked_and_answered(record, data)
+    answer = record[field] if field else answer
     messages, several = asked_messages(asked, data), has_more_turns(answer, asked)
     if not ends_with_answer(answer):
         answer = [{"role": "assistant", "content": answer_text(answer)}]
@@ -96,12 +97,13 @@ def has_more_turns(answer: Any, asked: Any) -> bool:
     return ends_with_answer(answer) and len(answer) > 1 and (answer[:-1] == asked or begins_with_answer(answer))
 
 
-def conversation_error(value: Any, asked: Any, answer: bool) -> str:
+def conversation_error(value: Any, asked: Any, answer: bool, imitated: bool) -> str:
     """Return the requirement that messages in a field fail; "" if there is none. `answer`: they are the record's
-    answer, which may have several turns; of other fields the text of the last message alone is taken."""
+    answer, which may have several turns; of other fields the last message alone is taken, and its text alone unless it
+    is `imitated`."""
     if differs_from_question(value, asked) and not (answer and begins_with_answer(value)):
         return "an answer to the question of its record, and it is a conversation about another one"
-    calls = not answer and ends_with_answer(value) and value[-1].get("tool_calls")
+    calls = not (answer or imitated) and ends_with_answer(value) and value[-1].get("tool_calls")
     return "an answer without calls of tools, since its text alone is taken" if calls else ""
 
 

@@ -171,8 +171,6 @@ def test_variables_of_a_record_are_refused_where_further_turns_are_rendered(tmp_
 
 
 @pytest.mark.parametrize(("record", "settings", "says"), [
-    ({"chosen": [*ASKED, CALLED], "rejected": TURNS}, {"columns": ["chosen", "rejected"]},
-     "field `chosen` must be an answer without calls of tools"),
     ({"messages": [ASKED[1], {"role": "tool_call", "content": "add(1, 1)"}, RESULT, SAID]}, {},
      "data.jsonl:1: a message of `tool_call` must be JSON"),
     ({"conversations": [SHAREGPT_CALL[0], {**SHAREGPT_CALL[1], "value": "add(1, 1)"}, *SHAREGPT_CALL[2:]]}, {},

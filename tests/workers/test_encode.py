@@ -208,6 +208,36 @@ def test_targets_that_no_task_reads_are_not_rendered(group):
     assert torch.equal(columns["prompts"].values, encode_prompts(tokenizer, Data(train="x"), [record])[0].values)
 
 
+def test_answers_of_pairs_are_tokens_with_their_calls_and_thoughts_by_the_chat_template():
+    """TRL's `chosen` and `rejected` are messages with all that these have."""
+    plan = make_plan(load("dpo", "embedded_dpo"), 1)
+    data, tokenizer = Data(train="x", columns={"chosen": "chosen", "rejected": "rejected"}), KINDS["chatml"]()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.thinking }}{{ m.content }}{% for call in m.tool_calls "
+        "or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    asked, call = [{"role": "user", "content": "2 + 2?"}], {"function": {"name": "add", "arguments": {"a": 2}}}
+    called, thought = ({"role": "assistant", **each} for each in (
+        {"content": "", "tool_calls": [call]}, {"content": "4", "thinking": "Two and two. "}))
+    for chosen, rejected in (([called], [thought]), ([*asked, called], [*asked, thought])):
+        record = {"question": asked, "answer": "4", "chosen": chosen, "rejected": rejected}
+        columns = encoder(tokenizer, data, plan=plan)([record])
+        assert tokenizer.decode(columns["prompts"].rows[0]) == "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>" \
+            "assistant\n"
+        assert tokenizer.decode(columns["chosen"].rows[0]) == '{"name": "add", "arguments": {"a": 2}}<|im_end|>'
+        assert tokenizer.decode(columns["rejected"].rows[0]) == "Two and two. 4<|im_end|>"
+
+
+def test_answers_of_pairs_lose_what_is_over_their_limit_and_are_counted():
+    plan = make_plan(load("dpo", "embedded_dpo"), 1)
+    data = Data(train="x", columns={"chosen": "chosen", "rejected": "rejected"}, max_target_tokens=3)
+    with recording(Metrics()):
+        columns = encoder(build_tokenizer(["one"]), data, plan=plan)([
+            {"question": "one", "answer": "one", "chosen": "one one one", "rejected": "one"}])
+        assert reported()["data/targets_cut"] == 1
+    assert [len(columns[name].rows[0]) for name in ("chosen", "rejected")] == [3, 2]
+
+
 def test_a_loader_learns_the_ends_that_its_model_names(alone, model, tmp_path):
     """As GLM's, whose template writes no end, and whose next turn is one."""
     tokenizer = build_tokenizer(["Why? One. Two."])

@@ -19,6 +19,7 @@ from transformers import (
 
 from distflow.config.run import Data, Lora, Model, RoleRun
 from distflow.errors import InvalidInput
+from workers.engines.chat import imitated_tokens
 from workers.engines.embedded import build_tokenizer
 from workers.engines.role_engines import RoleEngines, load_model
 from workers.engines.value import ValueModel
@@ -157,8 +158,9 @@ def test_an_answer_with_an_end_that_the_models_folder_names_gets_no_second_one(a
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, end]}))
     role = role_from(tmp_path)
     assert role.known_ends == [2, end]
-    assert [row[-2:].tolist() for row in role.encode(["7!", "7"]).rows] == [tokenizer.encode("7!"), [
-        *tokenizer.encode("7"), 2]]
+    for text, tokens in (("7!", tokenizer.encode("7!")), ("7", [*tokenizer.encode("7"), 2])):
+        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
+        assert imitated_tokens(role.tokenizer, talk, known_ends=role.known_ends).target[-2:] == tokens
 
 
 def test_save_pretrained_copies_tokenizer_files_that_transformers_does_not_write(alone, tmp_path, model, capsys):

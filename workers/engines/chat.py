@@ -130,11 +130,6 @@ def imitated_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message],
     return ImitatedTokens(tokens[:begin], target, mask)
 
 
-def answer_tokens(tokenizer: PreTrainedTokenizerBase, answer: str, **options: Any) -> list[int]:
-    """Return the tokens of an answer to a question that is not at hand, as `imitated_tokens` returns the target."""
-    return imitated_tokens(tokenizer, [_asked("?"), _said(answer)], **options).target
-
-
 def template_end(tokenizer: PreTrainedTokenizerBase, **options: Any) -> int | None:
     """Return the token by which the chat template ends a turn of the assistant; None if it writes none."""
     return _remembered(tokenizer, "ends", options, _find_ends)[0]

@@ -27,10 +27,9 @@ from distflow.errors import EngineError
 from distflow.plan import Layout
 from distflow.telemetry import events
 from distflow.telemetry.files import replacing_folder
-from distflow.telemetry.metrics import current
 from distflow.weights.offload import HostOffload
 from workers.engines import engine_class
-from workers.engines.chat import answer_tokens, end_tokens, pad_token, sampled_text
+from workers.engines.chat import end_tokens, pad_token, sampled_text
 from workers.engines.devices import convert, device_of, dimension, dtype_of, fuse_norms
 from workers.engines.loading import generation_config_of, known_ends, load_model, save_tokenizer, source_folder
 from workers.engines.rollout import AbsentRollout, Rollout, SampledRow, Sampler, Samples, Session, StopStrings, TurnLog
@@ -55,8 +54,8 @@ class Meshes(NamedTuple):
 
 
 class RoleEngines:
-    """Engines of a role, the first parameter of a model function. All but `encode` and `decode` are collective, over
-    the ranks that have the engine. A rank that has no rows of the role has no model of it."""
+    """Engines of a role, the first parameter of a model function. All but `decode` are collective, over the
+    ranks that have the engine. A rank that has no rows of the role has no model of it."""
 
     def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun,
                  meshes: Meshes, spec: Spec, stream: int | None):
@@ -67,7 +66,6 @@ class RoleEngines:
         self.has_others = sum(role.trained for role in spec.dag.roles.values()) > 1  # that are trained
         self.seed, self.step, self.stream = spec.run.seed, 0, stream
         self.draw = 0  # of prompts; it is the step's number unless a filter draws again
-        self.max_target_tokens = spec.run.data.max_target_tokens
         self.template_options: dict[str, Any] = {**spec.run.data.chat_template_kwargs}
         self.source = spec.model_of(name)
         self.generation_config = generation_config_of(spec, self.source, model) if self.head == "lm" else b""
@@ -255,11 +253,6 @@ class RoleEngines:
         """Return the column of the experts chosen while rows were sampled, where they are recorded."""
         return () if self.routing is None else (self.routing.column(recorded, prompts, responses),)
 
-    def encode(self, answers: list[str]) -> Ragged:
-        """Return the tokens of each answer with an end token, cut and counted like the targets of the data."""
-        return encode_targets(self.tokenizer, self.max_target_tokens, answers, known_ends=self.known_ends,
-                              **self.template_options)
-
     def decode(self, tokens: Ragged) -> list[str]:
         """Return the text of sampled tokens: see `sampled_text`."""
         return [sampled_text(self.tokenizer, row.tolist(), self.end_tokens) for row in tokens.rows
@@ -312,14 +305,6 @@ class RoleEngines:
         assert self.source
         merged, changed = merge_adapters(self._load(self.source)[0], self.lora, weights, adapters)
         return self._files.tensors(dict(merged.named_parameters()), changed)
-
-
-def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: list[str], **options: Any) -> Ragged:
-    """Return the answers' tokens with the end of their turn. One longer than `longest` is cut, and the metrics count
-    it. `options`: variables of the chat template."""
-    targets = [answer_tokens(tokenizer, answer, **options) for answer in answers]
-    current().add("data/targets_cut", sum(len(row) > longest for row in targets))
-    return Ragged.from_rows([torch.tensor(row[:longest], dtype=torch.int64) for row in targets])
 
 
 def _adapted(model: PreTrainedModel, lora: Lora, seed: int, settings: RoleRun, device: str,

@@ -24,14 +24,13 @@ from workers.functions.updates import optimize
 
 @node(type="MODEL_INFERENCE", head=None, samples=False, repeats="answers",
       writes=("responses", "preference", "completions"))
-def labelled_pairs(engine: RoleEngines, prompts: Ragged, chosen: list[str], rejected: list[str], *,
+def labelled_pairs(engine: RoleEngines, prompts: Ragged, chosen: Ragged, rejected: Ragged, *,
                    answers: Literal[2] = 2) -> tuple[Ragged, Tensor, list[str]]:
-    """Return the two answers of each record, the preferred one first: text fields of the data (`data.columns`)."""
-    texts = [text for pair in zip(chosen, rejected) for text in pair]
-    responses = engine.encode(texts)
+    """Return the two answers of each record, the preferred one first: fields of the data (`data.columns`) as tokens."""
+    responses = Ragged.from_rows([tokens for pair in zip(chosen.rows, rejected.rows) for tokens in pair])
     current().add("tokens", responses.lengths.sum())
     note_lengths(prompts.lengths, responses.lengths)
-    return responses, torch.tensor([1, -1], dtype=torch.int32).repeat(len(prompts)), texts
+    return responses, torch.tensor([1, -1], dtype=torch.int32).repeat(len(prompts)), engine.decode(responses)
 
 
 @node(writes=("preference", "keep"), keep_together="group")

@@ -23,6 +23,7 @@ from distflow.data.problems import (
     Record,
     answer_text,
     content_text,
+    ends_with_answer,
     messages_of,
     tools_error,
     tools_of,
@@ -98,15 +99,22 @@ def _choices_are_offered(records: FirstRecords) -> Iterator[FailedProof]:
 def _pairs_differ(records: FirstRecords) -> Iterator[FailedProof]:
     if records.training and {"chosen", "rejected"} <= {*records.data.columns}:
         same = [index for index, row in enumerate(records.rows)
-                if answer_text(row["chosen"]).strip() == answer_text(row["rejected"]).strip()]
+                if _said(row["chosen"]) == _said(row["rejected"])]
         yield from records.failed(same, " has the same answer as `chosen` and as `rejected`, of which nothing can be "
                                   "learned", "Take such records out of the data.", kind="pairs_contradict")
-        scores = [tuple(row.get(name) for name in SCORES) for row in records.rows]
-        worse = [index for index, (chosen, rejected) in enumerate(scores) if isinstance(chosen, int | float) and
-                 isinstance(rejected, int | float) and chosen <= rejected and index not in same]
-        yield from records.failed(worse, " has a `score_chosen` that is not above its `score_rejected`", "Take such "
-                                  "records out of the data, or exchange the answers.", doubt=True,
-                                  kind="pairs_contradict")
+        for better, worse in SCORES:
+            scores = [(row.get(better), row.get(worse)) for row in records.rows]
+            wrong = [index for index, (high, low) in enumerate(scores) if isinstance(high, int | float) and
+                     isinstance(low, int | float) and high <= low and index not in same]
+            yield from records.failed(wrong, f" has a `{better}` that is not above its `{worse}`", "Take such records "
+                                      "out of the data, or exchange the answers.", doubt=True, kind="pairs_contradict")
+
+
+def _said(answer: Any) -> Any:
+    """Return all that an answer says: its text, and of a message its calls and its thoughts, too."""
+    more = {key: value for key, value in answer[-1].items() if key not in ("role", "content") and value} \
+        if ends_with_answer(answer) else {}
+    return answer_text(answer).strip(), more
 
 
 def _tool_calls_can_be_read(records: FirstRecords) -> Iterator[FailedProof]:

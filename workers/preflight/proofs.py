@@ -92,8 +92,8 @@ class FirstRecords:
         if not bad:
             return
         count, whole = len(bad), len(self)
-        some = f"{count} of the first {whole} records" if whole > 1 else "the first record"
-        who = f"each of the first {whole} records" if count == whole > 1 else some
+        some = f"each of {count} of" if count > 1 else "one of"
+        who = "the first record" if whole == 1 else f"{'each of' if count == whole else some} the first {whole} records"
         mistake = Diagnostic(f"{before}{who}{what}", self.location(bad[0]), hint)
         yield FailedProof(mistake, count < whole if doubt is None else doubt, kind if self.training else "",
                           count / whole)

@@ -35,6 +35,7 @@ from distflow.data.dataset import open_images
 from distflow.data.problems import (
     Message,
     Record,
+    answer_text,
     content_text,
     conversation_of,
     mend_text,
@@ -68,9 +69,11 @@ _OBSERVATION = "Go on: 7 + 5?"
 
 def prove_tokens(spec: Spec, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None, known_ends: Collection[int],
                  sets: Sequence[FirstRecords]) -> Iterator[FailedProof]:
-    for records in sets:
-        if spec.run.data.images is None:  # images take tokens of their own
-            yield from _TokenTrial(spec, tokenizer, vocabulary, known_ends, _bounded(records)).proofs()
+    imitated, data = imitated_fields(spec), spec.run.data
+    for records in sets if data.images is None else ():  # images take tokens of their own
+        for field in (data.answer, *sorted(imitated - {data.answer}) * records.training):
+            learned = records.training and field in imitated
+            yield from _TokenTrial(spec, tokenizer, vocabulary, known_ends, _bounded(records), field, learned).proofs()
 
 
 def prove_pictures(spec: Spec, tokenizer: PreTrainedTokenizerBase, encoder: ImageEncoder,
@@ -152,33 +155,36 @@ class _Rendered:
 
 
 class _TokenTrial:
-    """The first records of one data set as a tokenizer and its chat template encode them."""
+    """The first records of one data set as a tokenizer and its chat template encode them. `field`: of the answer, which
+    is `imitated` or not."""
 
     def __init__(self, spec: Spec, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None,
-                 known_ends: Collection[int], records: FirstRecords):
+                 known_ends: Collection[int], records: FirstRecords, field: str, imitates: bool):
         self.spec, self.tokenizer, self.vocabulary, self.data = spec, tokenizer, vocabulary, spec.run.data
         self.options: dict[str, Any] = self.data.chat_template_kwargs
         self.known_ends, self.ends = known_ends, end_tokens(tokenizer, known_ends, **self.options)
-        self.given = records
-        self.imitates = records.training and self.data.answer in imitated_fields(spec)
+        self.given, self.imitates = records, imitates
+        self.other = field if field != self.data.answer else ""
+        """Field of another answer than the record's, of which the last message is learned."""
+        self.targets = "last" if self.other else self.data.targets
         self.refused: dict[int, str] = {}
         found = [self._render(index) for index in range(len(records))]
         self.records = records.only([index for index, each in enumerate(found) if each])
         self.rendered = [each for each in found if each]
 
     def _render(self, index: int) -> _Rendered | None:
-        row, answer = self.given.rows[index], self.given.answers[index]
+        row, other = self.given.rows[index], self.other
+        answer = answer_text(row[other]) if other else self.given.answers[index]
         tools, options = tools_of(row, self.data), template_variables(row, self.data)
         try:
-            messages, whole = messages_of(row, self.data), conversation_of(row, self.data)
+            messages, whole = messages_of(row, self.data), conversation_of(row, self.data, other)
             if self.imitates and len(whole) > len(messages):
                 messages = whole[:-1]  # an answer may have several turns
             return _Rendered(messages, answer, render_prompt(self.tokenizer, messages, tools, **options),
                              prompt_tokens(self.tokenizer, messages, tools, **options),
                              render_whole(self.tokenizer, messages, tools, **options), whole,
                              render_whole(self.tokenizer, whole, tools, **options),
-                             imitated_tokens(self.tokenizer, whole, tools, self.data.targets, self.known_ends,
-                                             **options))
+                             imitated_tokens(self.tokenizer, whole, tools, self.targets, self.known_ends, **options))
         except (*UNRENDERED, InvalidInput) as error:
             self.refused[index] = " ".join(str(error).split())
             return None
@@ -250,13 +256,13 @@ class _TokenTrial:
                                 "the chat template leaves out the reasoning of the answer of ", doubt=True)
         yield from self._failed(self._not_learned, lambda each: " has a target without what the assistant says: "
                                 f"{shortened(self._not_learned(each))}", "Learn the last answers alone:  "
-                                "--set data.targets=last" if self.data.targets == "all" else "")
+                                "--set data.targets=last" if self.targets == "all" else "")
         yield from self._failed(lambda each: any(map(_says_nothing, self._said(each))), lambda _: " has an answer "
                                 "without a text, of which the end alone is learned", 'Leave it out:  "weight": 0',
                                 doubt=True)
         yield from self._failed(lambda each: each.learned.target[-1] not in self.ends,
                                 lambda _: " has a target without an end")
-        if self.data.targets == "last":
+        if self.targets == "last":
             yield from self._failed(
                 lambda each: not (each.header or each.opened or each.messages[-1]["role"] == "assistant") and
                 each.prompt != each.learned.prompt,
@@ -265,7 +271,7 @@ class _TokenTrial:
     def _said(self, each: _Rendered) -> list[Message]:
         """Return the messages of the assistant that are learned."""
         said = [message for message in each.whole if message["role"] == "assistant" and message.get("weight") != 0]
-        return said if self.data.targets == "all" else said[-1:]
+        return said if self.targets == "all" else said[-1:]
 
     def _left_out(self, each: _Rendered) -> str:
         """Return what the template leaves out of the answer, or of the calls that are learned, in words; "" if nothing.

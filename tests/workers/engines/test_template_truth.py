@@ -12,7 +12,6 @@ from tokenizers_of_kinds import KINDS, byte_level
 from distflow.errors import InvalidInput
 from workers.engines.chat import (
     TurnTemplate,
-    answer_tokens,
     encode,
     end_tokens,
     imitated_tokens,
@@ -170,14 +169,6 @@ def test_turn_by_turn_gives_the_tokens_of_the_whole(kind):
             target = begun.target if template_end(tokenizer) is not None else begun.target[:-1]
             assert begun.prompt == prompt_tokens(tokenizer, asked)
             assert [*begun.prompt, *target, *between] == whole
-
-
-@kinds
-def test_pairs_have_the_tokens_of_their_conversations(kind):
-    tokenizer = build(kind)
-    for _, better, _, worse in conversations(kind):
-        for said in (better, worse):
-            assert answer_tokens(tokenizer, said) == imitated_tokens(tokenizer, talk("What?", said)).target
 
 
 @kinds

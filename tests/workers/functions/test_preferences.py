@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from reported import reported
-from training import Learner
+from training import Learner, role_of
 
+from distflow.config.run import RoleRun
 from distflow.data.batch import Ragged
 from distflow.data.exchange import gather
 from distflow.telemetry.metrics import current
 from workers.engines.embedded import build_model, build_tokenizer
-from workers.engines.role_engines import encode_targets
 from workers.functions.preferences import (
     best_and_worst,
     bradley_terry_loss,
@@ -76,28 +76,16 @@ def test_the_best_meets_the_worst_and_ties_are_no_pair():
     assert reported()["preference/tied"] == 0.75
 
 
-class Speaker:
-    """Encodes as a role does."""
-
-    def __init__(self, longest: int = 64):
-        self.tokenizer, self.longest = build_tokenizer(["one two"]), longest
-
-    def encode(self, texts):
-        return encode_targets(self.tokenizer, self.longest, texts)
-
-
-def test_labelled_pairs_are_tokens_with_an_end():
+def test_labelled_pairs_have_the_chosen_answer_of_each_record_first(alone, model):
+    role = role_of(model, build_tokenizer(["one two"]), RoleRun(), samples=False)
+    chosen, rejected = (Ragged.from_rows([torch.tensor(role.tokenizer(text)["input_ids"]) for text in texts])
+                        for texts in (("one", "two"), ("two", "7 7 7")))
     prompts = Ragged.from_rows([torch.tensor([1]), torch.tensor([2])])
-    reported()
-    responses, preference, texts = labelled_pairs(Speaker(3), prompts, ["one", "two"], ["two", "7 7 7"])
-    tokenizer = Speaker().tokenizer
+    responses, preference, texts = labelled_pairs(role, prompts, chosen, rejected)
     assert texts == ["one", "two", "two", "7 7 7"]
     assert preference.tolist() == [1, -1, 1, -1]
-    for row, text in zip(responses.rows[:3], texts):
-        assert row.tolist() == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-    assert len(responses.rows[3]) == 3
-    assert reported()["data/targets_cut"] == 1
-    assert len(labelled_pairs(Speaker(), prompts.slice(0, 0), [], [])[0]) == 0
+    assert [row.tolist() for row in responses.rows] == [role.tokenizer(text)["input_ids"] for text in texts]
+    assert len(labelled_pairs(role, *(each.slice(0, 0) for each in (prompts, chosen, rejected)))[0]) == 0
 
 
 SAMPLED_AT = 0.25  # which is not DPO's temperature

@@ -39,6 +39,9 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
     "chosen is the worse answer": (Task([{**each, "score_chosen": 5, "score_rejected": 7.0} for each in PAIRS],
                                         dag="dpo", data={"columns": ["chosen", "rejected"]}), False,
                                    "has a `score_chosen` that is not above its `score_rejected`"),
+    "chosen is rated worse": (Task([{**each, "chosen_rating": 5, "rejected_rating": 7.0} for each in PAIRS],
+                                   dag="dpo", data={"columns": ["chosen", "rejected"]}), False,
+                              "has a `chosen_rating` that is not above its `rejected_rating`"),
     "arguments of a tool are no JSON": (Task([changed(each, arguments="x=1") for each in CALLED]), True,
                                         "arguments are not a JSON object: `x=1`"),
     "tools that no prompt shows": (Task([{**each, "tools": [{"type": "function", "function": {"name": "add"}}]}

@@ -76,6 +76,7 @@ CALL = CALLED[0]["question"][1]
 CALLED_LAST = [{"messages": [*each["question"], {"role": "assistant", "content": "", "tool_calls": CALL["tool_calls"]}],
                 "tools": TOOLS} for each in CALLED]
 WHOLE = {"question": "messages", "answer": "messages"}
+COMPARED = {"columns": ["chosen", "rejected"]}
 HELLO = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi!"}]
 ASKED = [{**each, "question": [{"role": "user", "content": each["question"]}]} for each in SUMS]
 THOUGHT = [{**each, "answer": f"<think>add</think>{each['answer']}"} for each in SUMS]
@@ -106,6 +107,12 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
     "learned calls that the template drops": (Task(CALLED_LAST, data={**WHOLE, "tools": "tools"}, model=with_tools,
                                                    tokenizer=partial(tokenizer, CHAT_TEMPLATE)), True,
                                               "it leaves out the call of `add`"),
+    "pairs beyond the limit": (Task([{**each, "chosen": f"It is what you add: {each['answer']}"} for each in PAIRS],
+                                    dag="dpo", data={**COMPARED, "max_target_tokens": 4}, tokenizer=tokenizer), True,
+                               "has a target of more than 4 tokens"),
+    "pairs with calls that the template drops": (Task([{**each, "chosen": [{
+        "role": "assistant", "content": "", "tool_calls": CALL["tool_calls"]}]} for each in PAIRS], dag="dpo",
+        data=COMPARED, tokenizer=tokenizer), True, "it leaves out the call of `add`"),
     "a header before learned answers": (Task(SUMS, tokenizer=partial(tokenizer, HEADER_FIRST)), False,
                                         "writes more before the answer than at the end of the prompt of each"),
     "answers that the question begins": (Task([{**each, "question": [*each["question"], {
@@ -157,7 +164,11 @@ GOOD = {
         data={"tools": "tools"}, model=with_tools, tokenizer=partial(tokenizer, RESULTS_AS_JSON)),
     "questions without answers": Task([{"question": each["question"]} for each in SUMS], {"length": {"cap": 10}}),
     "an end of the whole conversation": Task(SUMS, "math", tokenizer=partial(tokenizer, CLOSES)),
-    "pairs": Task(PAIRS, dag="dpo", data={"columns": ["chosen", "rejected"]}),
+    "pairs": Task(PAIRS, dag="dpo", data=COMPARED),
+    "pairs that differ by their calls": Task([{**each, **{name: [{"role": "assistant", "content": "", "tool_calls": [
+        {"type": "function", "function": {"name": "add", "arguments": {"x": int(each[name])}}}]}] for name in (
+            "chosen", "rejected")}} for each in PAIRS], dag="dpo", data=COMPARED, model=with_tools,
+        tokenizer=partial(tokenizer, WRITES_CALLS)),
     "answers to imitate": Task(ANSWERED),
     "a thought that the template opens": Task(SUMS, "math", tokenizer=partial(tokenizer, THINKS)),
     "other scripts": Task([{"question": f"{a} 加 {a} 是多少？", "answer": f"答案是 {2 * a}。🙂"} for a in range(12)]),
@@ -213,7 +224,7 @@ def test_validate_leaves_models_of_several_ranks_to_the_run(capsys):
 @pytest.mark.parametrize(("template", "longest", "says", "doubt"), [
     (None, 64, "", False), ("{{ messages[0]['role'] }}", 64, "each of the first 3 records cannot be asked: the chat "
                             "template has 0 places for the 1 images", False),
-    (None, 12, "1 of the first 3 records has a prompt of more than 12 tokens with its pictures", True)])
+    (None, 12, "one of the first 3 records has a prompt of more than 12 tokens with its pictures", True)])
 def test_pictures_are_proved(template, longest, says, doubt, tmp_path):
     for index, size in enumerate((16, 32, 90)):
         Image.new("RGB", (size, size)).save(tmp_path / f"{index}.png")
