@@ -273,19 +273,28 @@ def _held_out(series: Series, at: int) -> float:
     return max((series.known(each)[at][1] for each in series.known_names("validation/")), default=math.nan)
 
 
-def _far_below_held_out(series: Series, _since: int) -> Seen:
-    """Return what training and held-out prompts earn, if the first far less from the start."""
-    earned, held_out = series.recent(series.reward), _held_out(series, -1)
-    form = series.recent("reward/unanswered")
-    words = "are too hard for this model, or their reference answers are wrong" if form < 0.3 else \
-        "have another form (template, instructions) or other reference answers than held-out ones"
-    return 0 <= earned < 0.25 * held_out and (earned, held_out, words)
-
-
-def _never_pays(series: Series, _since: int) -> Seen:
-    """Return what held-out answers earn by a reward that is not one of training's, which never pays."""
-    held_out, by = _held_out(series, -1), series.settings.get("validation.reward", "math")
-    return _most(series) <= 0 and held_out > 0.1 and f"reward/{by}" not in series.parts and (held_out, by)
+def _by_elimination(series: Series, _since: int) -> Seen:
+    """Return where it lies that hardly anything is earned, and what to change: in the reward, if answers are right; in
+    the training problems, if held-out ones are solved; in the model that is begun with, if neither are."""
+    earned, right, held_out = series.recent(series.reward), _right(series), _held_out(series, -1)
+    by, form = series.settings.get("validation.reward", "math"), series.recent("reward/unanswered")
+    if right > max(0.1, 2 * earned):
+        return f"the reward does not find right answers: {right:.0%} of the completions give the record's", PAID
+    if _most(series) <= 0 and held_out > 0.1 and f"reward/{by}" not in series.parts:
+        return "the reward does not find right answers: nothing has ever earned, and held-out answers earn " \
+               f"{held_out:.2g} by `{by}`", PAID
+    if 0 <= earned < 0.25 * held_out:
+        words = "are too hard for this model, or their reference answers are wrong" if form < 0.3 else \
+            "have another form (template, instructions) or other reference answers than held-out ones"
+        return f"the training problems {words}: training earns {earned:.2g}, and held-out ones {held_out:.2g}", \
+            "compare a prompt of samples.jsonl with a held-out one (data.train, data.question, data.answer), and " \
+            "their rewards"
+    if max(series.start(series.reward, 8), _held_out(series, 0)) < 0.1 and not form > 0.3:
+        return "the starting model solves neither training nor held-out problems, though it answers in their form: " \
+               "its tokenizer or weights are not those that it was trained with, or it does not know the task", \
+               "the files of  roles.*.model ; its answers in samples.jsonl"
+    return earned < 0.1 and ("hardly any completion earns anything: the problems are too hard, their reference answers "
+                             "are wrong, or the reward does not find what it looks for", PAID)
 
 
 def _narrow(series: Series, _since: int) -> Seen:
@@ -382,11 +391,6 @@ CAUSES = (
           "data of another difficulty, or a node `informative_groups` as dapo.yaml has it", _SIGNAL),
     Cause(_independent, "the reward does not depend on the completion: it reads the prompt or the record in its place, "
           "or one verdict is kept for all samples of a prompt", PAID, _SIGNAL),
-    Cause(lambda series, _since: _right(series) > max(0.1, 2 * series.recent(series.reward)) and
-          (_right(series),), "the reward does not find right answers: {0:.0%} of the completions give the record's",
-          PAID, _SIGNAL),
-    Cause(_never_pays, "the reward does not find right answers: nothing has ever earned, and held-out answers earn "
-          "{0:.2g} by `{1}`", PAID, _SIGNAL),
     Cause(lambda series, _since: bool(series.setting("roles.*.lora.rank")[1]) and not any(series.last("grad_norm", 4)),
           "the adapters get no gradient: both of their matrices are 0, or they are frozen or not in the loss",
           "how the adapters begin", _STUCK),
@@ -409,12 +413,7 @@ CAUSES = (
           "that the sampler waits for is not the one that the model writes", "the form that the model knows",
           "truncation"),
     Cause(_own_form, "prompts have a form that the model does not know{0}", "the form that the model knows", _FORMED),
-    Cause(_far_below_held_out, "the training problems {2}: training earns {0:.2g}, and held-out ones {1:.2g}",
-          "compare a prompt of samples.jsonl with a held-out one (data.train, data.question, data.answer), and their "
-          "rewards", "no_signal truncation"),
-    Cause(lambda series, _since: series.recent(series.reward) < 0.1, "hardly any completion earns anything: "
-          "the problems are too hard, their reference answers are wrong, or the reward does not find what it looks for",
-          PAID, _SIGNAL),
+    Cause(_by_elimination, "{0}", "{1}", "no_signal truncation"),
 )
 
 

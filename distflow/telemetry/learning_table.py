@@ -364,8 +364,7 @@ READINGS = (
             bool(series.known("distillation/reverse_kl") or series.known("distillation/divergence"))),
     Reading("end_untrained", UPDATE, "response/trained", -1.0, "Only {value:.0%} of the sampled tokens are trained",
             "`response_mask` leaves out most of what the policy wrote",
-            "the node that writes `response_mask`: True for all sampled tokens", most=0.5, steps=RECENT, rows="long",
-            when=lambda series: not series.known("environment/turns")),
+            "the node that writes `response_mask`: True for all sampled tokens", most=0.5, steps=RECENT, rows="long"),
     Reading("unsampled_trained", UPDATE, "mismatch/unsampled", 0.01,
             "At least {value:.0%} of the trained tokens were not sampled by the policy",
             "`response_mask` lets tokens through that are not the policy's: padding, parts of the prompt, or what "
@@ -375,7 +374,7 @@ READINGS = (
             "The last token of {value:.0%} of the completions is not trained",
             "`response_mask` leaves out the token that ends a completion, so that the policy forgets to end",
             "the node that writes `response_mask`: it must be True for the end token too", steps=RECENT,
-            when=lambda series: not series.known("environment/turns"), rows="long"),
+            rows="long"),
     Reading("gradient_vanishes", UPDATE, "grad_norm", 1e-30,
             "The gradient nearly vanishes (norm {value:.1g}), though samples differ in what they earn",
             "something scales it down on its way: an adapter's `alpha` ({set}), a loss or weights close to 0",
@@ -473,6 +472,11 @@ READINGS = (
     Reading("policy_stuck", UPDATE, "*grad_norm", 0.0, "The model is as it was: `{metric}` stays 0",
             "no gradient reaches the parameters: all are frozen, or the loss does not depend on them", _UNFROZEN,
             most=0.0, steps=8, when=_differ),
+    Reading("policy_stuck", UPDATE, "*update/moved", 0.0, "An update moves {value:.0%} of the trained weights by more "
+            "than a hundredth of the learning rate", "the optimizer's steps do not reach them: they are cut off from "
+            "the loss, or kept in so few digits (bfloat16) that small updates are lost in rounding",
+            "float32 weights where the optimizer steps; a loss of your own must not detach the log-probabilities",
+            most=0.2, steps=8, when=_differ),
     Reading("policy_stuck", UPDATE, "policy/kl_reference", 0.0, *_STILL, most=1e-7, steps=8, when=_trains),
     Reading("policy_stuck", UPDATE, "policy/kl_reference", 0.0, *_STILL, most=2e-6, steps=16, when=_trains),
     Reading("policy_stuck", UPDATE, "*learning_rate", 0.0, "The learning rate has fallen to {value:.1g} by step {step}",

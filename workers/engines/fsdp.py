@@ -109,6 +109,8 @@ def _checkpoint(forward: Callable, number: int, *inputs: Any, **more: Any) -> An
     return checkpoint(from_start, *inputs, use_reentrant=False, **more)
 
 
+_LOOKED_AT = 256  # weights of each parameter that tell whether it moves
+_MOVED = 0.01  # of the learning rate: less is no movement
 _SMALL = 64_000_000
 """Parameters up to which a model is gathered at once, and its gradients are summed over ranks once a step: to do so by
 layer and micro-batch saves too little memory for its messages."""
@@ -161,6 +163,7 @@ class FSDPEngine(Trainer):
                               "it out of `generation`")
         self.sharded = self._shard(layers, recomputes, set(whole))
         self.optimizer = self._optimizer() if trained else None
+        self.moved: Tensor | None = None  # which of some weights the last update has moved
 
     @staticmethod
     def make_groups(layout: Layout, settings: RoleRun) -> None:
@@ -314,13 +317,22 @@ class FSDPEngine(Trainer):
             for group in self.optimizer.param_groups:  # the run's settings may differ from those in the checkpoint
                 group.update(lr=rate, betas=tuple(self.settings.betas),
                              weight_decay=self.settings.weight_decay if group["decays"] else 0.0)
+            before = self._some_weights()
             self.optimizer.step()
+            self.moved = (self._some_weights() - before).abs() > _MOVED * rate if rate else None
         self.zero_grad()
         return norm
 
     def remembered(self) -> dict[str, float]:
         state = next(iter(self.optimizer.state.values()), {}) if self.optimizer else {}
-        return {"gradient/remembered": float(state["step"])} if "step" in state else {}
+        moved = {} if self.moved is None else {"update/moved": float(self.moved.float().mean())}
+        return moved | ({"gradient/remembered": float(state["step"])} if "step" in state else {})
+
+    def _some_weights(self) -> Tensor:
+        """Return a few of the weights of each parameter that is trained, evenly spread."""
+        groups = self.optimizer.param_groups if self.optimizer else ()
+        flat = [_local(shard.detach()).flatten() for group in groups for shard in group["params"]]
+        return torch.cat([each[:: len(each) // _LOOKED_AT + 1] for each in flat])
 
     def zero_grad(self) -> None:
         self.policy.zero_grad()

@@ -147,7 +147,8 @@ class Trainer(Reader):
         """Clip the gradient and apply it, unless its norm is not finite; return its norm before clipping."""
 
     def remembered(self) -> dict[str, float]:
-        """Return how many updates the optimizer's moments remember, where the engine knows it."""
+        """Return how many updates the optimizer's moments remember, and which share of the weights the last one has
+        moved, where the engine knows it."""
         return {}
 
     def note_layers(self, squares: Mapping[str, float]) -> float:

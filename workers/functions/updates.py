@@ -142,7 +142,7 @@ def policy_update(
     per_token = _token_advantages(engine, advantages, mask, normalize)
     if versions is not None:
         report_staleness(engine, versions, mask)
-    report_ends(mask)
+    report_ends(mask, rollout_logprobs.values != 0)
     current().mean_of("policy/entropy", -rollout_logprobs.values[mask.values])  # also of rows that are left out below
     columns = {"prompts": prompts, "responses": responses, "behaviour": rollout_logprobs, "mask": mask,
                "old": rollout_logprobs if actor_logprobs is None else actor_logprobs, "advantages": per_token,
@@ -161,14 +161,15 @@ def policy_update(
         objective.end_step(engine)
 
 
-def report_ends(mask: Ragged) -> None:
-    """Report how many of the rows that are trained are not trained to end, their last token being masked, and how many
-    tokens of all rows are trained."""
+def report_ends(mask: Ragged, ours_T: Tensor) -> None:
+    """Report how many of the tokens that are the policy's own (`ours_T`) are trained, and how many of the rows that are
+    trained are not trained to end: the last of these tokens is masked."""
     trained_B = torch.zeros(len(mask), dtype=torch.bool)
     trained_B[mask.row_of[mask.values]] = True
-    last_B = mask.values[mask.offsets[1:][trained_B] - 1]
-    current().mean("response/end_untrained", (~last_B).sum(), len(last_B))
-    current().mean_of("response/trained", mask.values)
+    places_T = torch.arange(len(ours_T)).where(ours_T, 0)
+    last_B = torch.zeros(len(mask), dtype=torch.long).scatter_reduce(0, mask.row_of, places_T, "amax")[trained_B]
+    current().mean("response/end_untrained", (~mask.values[last_B]).sum(), len(last_B))
+    current().mean_of("response/trained", mask.values[ours_T])
 
 
 def _token_advantages(engine: RoleEngines, advantages: Tensor | Ragged, mask: Ragged, normalize: str) -> Ragged:
@@ -189,7 +190,7 @@ def supervised_update(
     any rank there is none."""
     shown = {} if images is None else {"images": images}
     mask = trained_mask(targets, target_mask)
-    report_ends(mask)
+    report_ends(mask, torch.ones_like(mask.values))
     rows = Batch(group, {"prompts": prompts, "responses": targets, "mask": mask, **shown})
     current().add("tokens", len(targets.values))
     current().add("samples", len(targets))
