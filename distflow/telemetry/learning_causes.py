@@ -289,7 +289,8 @@ def _by_elimination(series: Series, _since: int) -> Seen:
         return f"the training problems {words}: training earns {earned:.2g}, and held-out ones {held_out:.2g}", \
             "compare a prompt of samples.jsonl with a held-out one (data.train, data.question, data.answer), and " \
             "their rewards"
-    if max(series.start(series.reward, 8), _held_out(series, 0)) < 0.1 and not form > 0.3:
+    alone = not series.known("environment/turns")  # else tools may be to blame
+    if alone and series.start(series.reward, 8) < 0.1 and _held_out(series, 0) < 0.1 and not form > 0.3:
         return "the starting model solves neither training nor held-out problems, though it answers in their form: " \
                "its tokenizer or weights are not those that it was trained with, or it does not know the task", \
                "the files of  roles.*.model ; its answers in samples.jsonl"
@@ -334,14 +335,6 @@ def _again(series: Series, _since: int) -> Seen:
     return bool(epoch) and epoch[0] >= 3 and (epoch[0],)
 
 
-def _read_all(metric: str, least: float, count: int = 8) -> Callable[[Series, int], Seen]:
-    """Return a reading of a metric that is at least so high."""
-    def reads(series: Series, _since: int) -> Seen:
-        value = middle(series.last(metric, count))
-        return value >= least and (value,)
-    return reads
-
-
 def _independent(series: Series, _since: int) -> Seen:
     silent = series.last("reward/zero_std_groups", 8)
     return bool(silent) and min(silent) == 1 and max(series.last("reward/std", 8) or [0.0]) > 0 and \
@@ -362,8 +355,6 @@ CAUSES = (
           "look at the observations in trajectories/", "reward_changed reward_fell no_signal"),
     Cause(_penalised, "nothing has ever earned more than 0: a weight has the wrong sign, or all parts are penalties",
           "nodes.reward.with.reward: a weight above 0 for what is right", "no_signal held_out_falls"),
-    Cause(lambda series, _since: bool(series.deciding_part) and (series.deciding_part,),
-          "right answers hardly count in the training reward{0}", "a smaller weight of that part", _HELD),
     Cause(_pays_others, "the reward pays wrong answers, too: {0:.0%} of the completions earn, and {1:.0%} are right",
           PAID, "no_signal held_out_falls reward_against_answers"),
     Cause(lambda series, _since: "model_score" in series.functions and not series.own_nodes, "the reward "
@@ -371,16 +362,14 @@ CAUSES = (
           "knows another form of texts", "the model of the role that scores", "reward_against_answers"),
     Cause(_abstains, "a wrong answer costs {0:g} and none costs nothing: on problems that it may get wrong, no answer "
           "earns more, and the policy stops answering", "pay wrong and missing answers alike", _HELD),
-    Cause(_read_all("prompt/same_answer", 0.5), "{0:.0%} of a step's prompts have the same answer, which the policy "
-          "gives to everything", "data with other answers", _HELD),
     Cause(lambda series, _since: series.recent("reward/answer_correlation") < 0.8 and
           (series.recent("reward/answer_correlation"),), "the training reward pays for the wrong thing, at "
           "least in part: its correlation with right answers is {0:.2f}", PAID, _HELD),
     Cause(_again, "the model learns its few records by heart: each has been trained {0:.0f} times",
           "more records in  data.train , fewer steps, a lower rate", _HELD),
-    Cause(_read_all("prompt/unmarked", 0.3), "{0:.0%} of the answers that are learnt lack the mark (`####`, "
-          "`\\boxed{{}}`) by which held-out ones are read: they have another form",
-          "mark the final answers of  data.train", _HELD),
+    Cause(lambda series, _since: (share := series.recent("prompt/unmarked")) >= 0.3 and (share,), "{0:.0%} of the "
+          "answers that are learnt lack the mark (`####`, `\\boxed{{}}`) by which held-out ones are read: they have "
+          "another form", "mark the final answers of  data.train", _HELD),
     Cause(_foreign, "the answers that are learnt have another form than the model's own, belong to other questions, or "
           "are shifted by a token: their loss is {0:.2g} at first, though it answers {1:.0%} of the held-out problems",
           "compare a record's answer with what the model writes", _HELD),
@@ -401,8 +390,6 @@ CAUSES = (
     Cause(_misaligned, "values are misaligned: they belong to other tokens or rows, since the critic's own loss fell "
           "from {0:.2g} to {1:.2g}", "what changes `values` between the critic and the advantages",
           "value_head"),
-    Cause(lambda series, _since: bool(series.bonus) and (series.bonus,), "the entropy bonus ({0}) outweighs the reward",
-          "entropy=0  at the node that trains", "entropy_explosion"),
     Cause(lambda series, _since: (stops := series.setting("roles.*.generation.stop"))[1] not in ("", "[]") and stops,
           "completions end before their answer, at a text of `stop` ({1})", "{0}=[]", "answers_not_found"),
     Cause(lambda series, _since: series.number((most := series.setting("nodes.*.with.max_tokens"))[0], math.inf) <

@@ -149,17 +149,6 @@ def _held_out_unlike(series: Series) -> Evidence | None:
     return None
 
 
-def _tools_silent(series: Series) -> Evidence | None:
-    """Return that tools are asked, and have answered nothing for some steps."""
-    known = series.known("environment/same_answers")
-    if not known or known[-1][0] > series.steps[-1] - RECENT or series.recent("environment/turns", RECENT) < 1.5:
-        return None
-    return Evidence(known[-1][0] + 1, "environment/turns", "The tools answer nothing any more",
-                    "the environment returns empty texts, whatever it is asked: it is broken, or results get lost",
-                    "look at the observations in trajectories/")
-
-
-add_rule("same_observations", _tools_silent, rows="low", origin=Origin.REWARD)
 add_rule("held_out_falls", _held_out_unlike, rows="high", origin=Origin.DATA)
 
 

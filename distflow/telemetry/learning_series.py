@@ -217,25 +217,11 @@ class Series:
         return self.settings.get(f"roles.{self.trained_role}.schedule", "constant") != "constant"
 
     @property
-    def bonus(self) -> str:
-        """Weight of the entropy bonus; "" without one."""
-        weight = self.settings.get(f"nodes.{self.update_node}.with.entropy", "")
-        return weight if number(weight, 0.0) else ""
-
-    @property
     def policy_leapt(self) -> bool:
         """Whether the policy itself leapt in the last steps, which changes all that it earns."""
         name = "policy/kl_reference"
         recent, before = self.last(name, RECENT), self.before(name, RECENT, 5, 5)
         return bool(recent and before) and middle(recent) > max(0.2, 4 * max(before))
-
-    @property
-    def lost(self) -> bool:
-        """Whether less is earned than in the first steps, by more than their noise."""
-        start, recent = self.first(self.reward, 8), self.last(self.reward, 8)
-        if len(self.steps) < 16 or not start or not recent:
-            return self.earned < -0.05
-        return mean(recent) - mean(start) < min(-0.05, -2 * ((variance(start) + variance(recent)) / 8) ** 0.5)
 
     @property
     def lower_rate(self) -> str:

@@ -139,11 +139,6 @@ def _settles(series: Series) -> bool:
         _rewarded(series)
 
 
-def _falls_silent(series: Series) -> bool:
-    name = "reward/zero_std_groups"
-    return series.recent(name, RECENT) - series.start(name) > 0.2 and series.earned < 0
-
-
 def _untrained(series: Series) -> bool:
     """Whether this is the run's first step, of a policy that its reference copies, or that is far from its own."""
     return series.steps == [1] and (series.recent("policy/kl_reference", 1) > 0.15 or any(
@@ -205,10 +200,6 @@ _FAR = ("KL to the reference is {value:.2g} nats a token before anything is trai
 _TOO_FAST = ("the learning rate is far above what such a model takes; or a batch is used for too many updates",
              "{lower} , or  nodes.{node}.with.epochs=1")
 _OTHER_BASELINES = {"gae", "baseline_advantage", "discounted_advantage", "distillation_advantage", "rank_filter"}
-_UNANSWERED = (
-    "a parser's failure: completions do not have the form that the reward reads, as `#### 42` or `\\boxed{{42}}`; or "
-    "it reads another one than the prompt asks for", "ask for the form in the question, or read what models write:  "
-    "nodes.reward.with.reward={{math: {{strict: false}}}}")
 _MISMATCH = (
     "Trainer and rollout differ by {value:.2g} nats a token, before by {before:.2g}",
     "the engine that samples does not hold the weights that are trained, or computes them otherwise (precision, "
@@ -255,11 +246,6 @@ READINGS = (
     Reading("stale_data", DATA, "epoch", 0.0, "The data went back from epoch {before:.3f} to {value:.3f}",
             "the position in the data is that of an earlier step, as after a resume",
             "distflow resume  restores it; a loop of your own must save it", steps=1, base=1, drop=1 - 1e-9),
-    Reading("stale_data", DATA, "staleness/mean", 1.5,
-            "Samples are {value:.1f} times as old as `staleness` ({set}) allows",
-            "the same batch is trained again and again, as from a buffer that is not emptied, or sampling stands still",
-            "the node or loop that hands rows to the update", per="setting", setting="staleness", usual=1,
-            when=lambda series: not any(series.last("mismatch/unsampled", 1))),
     Reading("duplicated_prompts", DATA, "prompt/repeated", 0.2, "{value:.0%} of a step's prompts are there twice",
             "the training data repeats itself, so that a step learns from few problems",
             "distflow validate --prove  names what is there twice; take it out of  data.train"),
@@ -294,7 +280,8 @@ READINGS = (
             "The rejected answers are preferred: in {value:.0%} of the pairs alone the chosen one is ahead",
             "the preference has the wrong sign in a loss or node, or the learning rate is far too high",
             "the node that writes `preference`: 1 for the chosen answer", most=0.3, steps=8,
-            when=lambda series: "best_and_worst" not in series.functions),  # whose pairs are new in each step
+            when=lambda series: "best_and_worst" not in series.functions and  # whose pairs are new in each step
+            series.recent("preference/margin") < -1e-6),
     Reading("reward_failures", REWARD, "*/timeouts", 0.1, "{value:.0%} of the samples have no reward in time",
             "the {name} takes longer than its limit, and what leaves the step is no random choice",
             "nodes.reward.with.limit=600 , or more  workers  there", per="samples"),
@@ -345,16 +332,6 @@ READINGS = (
             "every completion is reinforced alike: the advantage does not read the rewards", _ADVANTAGES, most=1e-6,
             rows="high", when=lambda series: _rewards_differ(series) and
             abs(series.recent("advantages/mean", 3)) > 1e-3),
-    Reading("advantage_sign", ADVANTAGE, "advantages/min", -1e-9, "No advantage is below 0",
-            "what earns less than the rest is never unlearnt: negative advantages are cut off, or the baseline is too "
-            "low", "the node that writes `advantages`: it must return reward minus baseline", steps=RECENT,
-            when=lambda series: series.recent("advantages/std", RECENT) > 0.05 and
-            "baseline_advantage" not in series.functions, rows="low"),  # greedy answers may all earn nothing
-    Reading("advantage_sign", ADVANTAGE, "advantages/max", -1e30, "No advantage is above 0",
-            "nothing is ever reinforced: positive advantages are cut off, or the baseline is too high",
-            "the node that writes `advantages`: it must return reward minus baseline", most=1e-9, steps=RECENT,
-            when=lambda series: series.recent("advantages/std", RECENT) > 0.05 and
-            "distillation_advantage" not in series.functions, rows="high"),
     Reading("advantage_scale", ADVANTAGE, "advantages/std", 1e-12, "Advantages nearly vanish (deviation {value:.1g})",
             "rewards differ, but what is made of them is scaled down to nothing", "the node that writes `advantages`; "
             "nodes.update.with.normalize=batch", most=0.01, steps=8, when=_rewards_differ),
@@ -375,11 +352,6 @@ READINGS = (
             "`response_mask` leaves out the token that ends a completion, so that the policy forgets to end",
             "the node that writes `response_mask`: it must be True for the end token too", steps=RECENT,
             rows="long"),
-    Reading("gradient_vanishes", UPDATE, "grad_norm", 1e-30,
-            "The gradient nearly vanishes (norm {value:.1g}), though samples differ in what they earn",
-            "something scales it down on its way: an adapter's `alpha` ({set}), a loss or weights close to 0",
-            "{key}=32 , or the loss", most=1e-5, setting="roles.*.lora.alpha", usual=32, steps=8,
-            when=lambda series: _rewards_differ(series) and series.recent("advantages/std") > 0.05),
     Reading("both_answers_fall", UPDATE, "preference/better", -1e30,
             "The preferred answers have become less likely, too ({value:.0f} nats each)",
             "`{key}` ({set}) hardly holds the policy to its reference, or the learning rate is too high: the loss only "
@@ -399,23 +371,12 @@ READINGS = (
             "{value:.0%} of the teacher's probability is outside its most probable tokens",
             "`{key}` is {set}, too few for this teacher: the student learns a distribution that is cut off",
             "{key}=64", setting="nodes.*.with.k", usual=32),
-    Reading("conversations_cut", POLICY, "environment/turns", 0.97,
-            "Conversations end at their last turn, without an answer",
-            "`{key}` is {set}, fewer than a call and an answer take: no conversation comes to its end",
-            "{key}={more}", per="setting", setting="nodes.*.with.max_turns", usual=8, steps=RECENT,
-            when=lambda series: series.recent("response/truncated", RECENT) > 0.5 and
-            series.start("environment/turns", 2) > 0.9 * series.recent("environment/turns", RECENT)),
     Reading("conversations_cut", REWARD, "environment/turns", 0.9,
             "Conversations now use all their turns ({value:.0%} of {set}), and end without an answer",
             "turns earn more than answers: the environment pays for a call, and the policy calls for the pay",
             "pay for the final answer alone, or let a turn cost something", per="setting",
             setting="nodes.*.with.max_turns", usual=8, steps=RECENT, rows="high",
             when=lambda series: series.recent("response/truncated", RECENT) > 0.5 and series.earned > 0.05),
-    Reading("repetition", POLICY, "response/repetition", 0.25,
-            "{value:.0%} of the runs of four tokens in a conversation were in it before, from the first step on",
-            "the environment's text is long and repeats itself, and takes the tokens that answers need (`{key}` is "
-            "{set})", "shorter observations, or  {key}={more}", setting="nodes.*.with.max_tokens", usual=1024,
-            rows="long", when=lambda series: bool(series.known("environment/turns")) and len(series.steps) <= 8),
     Reading("tools_avoided", POLICY, "environment/turns", 0.0, "Conversations have one turn: no tool is ever asked",
             "the environment ends at the first turn, the model does not know how its tools are called, or `{key}` "
             "({set}) allows no more", "look at a conversation in trajectories/ ; demonstrations of calls (an sft run) "
@@ -434,10 +395,10 @@ READINGS = (
             "more records in  data.train , or a smaller  data.batch ; held-out answers tell whether it harms", steps=1,
             when=lambda series: series.last("epoch", 8)[-1:] > [value + 2 for value in series.last("epoch", 8)[:1]]),
     Reading("answers_not_found", REWARD, "reward/unanswered", 0.95,
-            "The reward finds no final answer in {value:.0%} of the completions", *_UNANSWERED, steps=8, rows="low"),
-    Reading("answers_not_found", REWARD, "reward/unanswered", 0.4,
-            "The reward finds no final answer in {value:.0%} of the completions, before in {before:.0%}", *_UNANSWERED,
-            base=10, rise=1, plus=0.4, rows="low", when=lambda series: not series.policy_leapt),
+            "The reward finds no final answer in {value:.0%} of the completions",
+            "a parser's failure: completions do not have the form that the reward reads, as `#### 42` or "
+            "`\\boxed{{42}}`; or it reads another one than the prompt asks for", "ask for the form in the question, or "
+            "read what models write:  nodes.reward.with.reward={{math: {{strict: false}}}}", steps=8, rows="low"),
     Reading("length_hacking", REWARD, "reward/length_correlation", -1.01,
             "Shorter completions earn more (correlation {value:.2f}), and completions shrink",
             "the reward, or a penalty of length, pays for few tokens more than for what is right",
@@ -477,7 +438,6 @@ READINGS = (
             "the loss, or kept in so few digits (bfloat16) that small updates are lost in rounding",
             "float32 weights where the optimizer steps; a loss of your own must not detach the log-probabilities",
             most=0.2, steps=8, when=_differ),
-    Reading("policy_stuck", UPDATE, "policy/kl_reference", 0.0, *_STILL, most=1e-7, steps=8, when=_trains),
     Reading("policy_stuck", UPDATE, "policy/kl_reference", 0.0, *_STILL, most=2e-6, steps=16, when=_trains),
     Reading("policy_stuck", UPDATE, "*learning_rate", 0.0, "The learning rate has fallen to {value:.1g} by step {step}",
             "its schedule ends too early: it counts fewer steps than the run has, or is advanced several times a step",
@@ -515,10 +475,6 @@ READINGS = (
     Reading("learning_rate", UPDATE, "policy/kl_reference", 0.5,
             "The policy left the model that it was within {step} steps ({value:.2g} nats a token from the reference)",
             *_TOO_FAST, steps=1, when=_early),
-    Reading("learning_rate", UPDATE, "policy/entropy", 0.3,
-            "The policy left the model that it was within {step} steps", *_TOO_FAST, steps=2, rise=4,
-            when=lambda series: _early(series) and series.recent(series.reward, 2) < 0.5 * middle(
-                series.first(series.reward, 2))),
     Reading("learning_rate", UPDATE, "learning_rate", 0.0, *_RATE_LEAPS, steps=1, base=10, rise=3),
     Reading("learning_rate", UPDATE, "learning_rate", 1e-12, *_RATE_LEAPS, steps=1, base=1, drop=0.33,
             when=lambda series: series.steps[-1] < 0.8 * series.number("steps", math.inf)),
@@ -535,19 +491,14 @@ READINGS = (
             "the samples of a prompt have one seed, or rows are copied: such a policy gives different answers",
             "the seed of the sampler, or the node that writes `responses`", rows="high",
             when=lambda series: series.copied and series.recent("policy/entropy", 3) >= 0.02),
-    *(Reading("no_signal", OUTCOME, name, 0.0, "Every completion earns {earned:.3g} ({parts}), so that nothing "
-              "is learnt", *_ALIKE, steps=RECENT, symptom=True, rows="low", most=1e-9)
-      for name in ("reward/std", "environment/reward_std")),
+    Reading("no_signal", OUTCOME, "*reward*std", 0.0, "Every completion earns {earned:.3g} ({parts}), so that nothing "
+            "is learnt", *_ALIKE, steps=RECENT, symptom=True, rows="low", most=1e-9),
     Reading("no_signal", OUTCOME, "*/zero_std_groups", 0.85,
             "In {value:.0%} of the groups all samples earn the same, and teach nothing", *_ALIKE, steps=8, symptom=True,
             rows="low", when=lambda series: series.group_sizes != [1]),  # those have another baseline
     Reading("entropy_collapse", POLICY, "policy/entropy", 0.0, *_COLLAPSE, **_SYMPTOM, rows="low", drop=0.35,
             when=lambda series: _settles(series) and series.earned < 0.05),
-    Reading("entropy_collapse", POLICY, "policy/entropy", 0.0, *_COLLAPSE, **_SYMPTOM, rows="low", drop=0.65,
-            when=lambda series: _settles(series) and _falls_silent(series)),
     Reading("entropy_explosion", POLICY, "policy/entropy", 0.3, *_EXPLOSION, **_SYMPTOM, rise=4),
-    Reading("entropy_explosion", POLICY, "policy/entropy", 0.1, *_EXPLOSION, **_SYMPTOM, rise=2.4,
-            when=lambda series: series.lost or bool(series.bonus) and series.earned < 0.05),
     Reading("truncation", POLICY, "response/truncated", 0.5, *_CUT, **_SYMPTOM, **_LIMIT, when=_speaks),
     Reading("truncation", POLICY, "response/truncated", 0.0, *_CUT, **_SYMPTOM, **_LIMIT, rise=1, plus=0.25,
             when=_rewarded),

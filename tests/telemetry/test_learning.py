@@ -45,7 +45,7 @@ def test_noise_is_no_fault(seed):
 
 
 @pytest.mark.parametrize(("detector", "changed"), [
-    ("answers_not_found", {"reward__unanswered": 0.9}),
+    ("answers_not_found", {"reward__unanswered": 0.97}),
     ("reward_noise", {"reward__inconsistent": 0.6}),
     ("no_signal", {"reward__zero_std_groups": 0.95}),
     ("reward_failures", {"reward__failed": 20.0}),
@@ -59,6 +59,7 @@ def test_noise_is_no_fault(seed):
     ("ratio_clipped", {"policy__clip_ratio": 0.5}),
     ("mismatch", {"mismatch__logprob_mean": 0.2, "mismatch__logprob_late": 0.4}),
     ("policy_stuck", {"grad_norm": 0.0}),
+    ("policy_stuck", {"update__moved": 0.05}),
     ("policy_stuck", {"learning_rate": 1e-10}),
     ("advantage_sign", {"advantages__reward_correlation": -0.9}),
     ("advantage_scale", {"advantages__std": 20.0}),
@@ -76,23 +77,18 @@ def test_noise_is_no_fault(seed):
     ("reward_against_answers", {"reward__answer_correlation": -0.9}),
     ("reward_against_answers", {"reward__answer_correlation": 0.0}),
     ("pairs_contradict", {"preference__worse_has_answer": 0.5}),
-    ("pairs_contradict", {"preference__accuracy": 0.1}),
+    ("pairs_contradict", {"preference__accuracy": 0.1, "preference__margin": -0.3}),
     ("same_observations", {"environment__same_answers": 1.0}),
     ("overlong", {"reward__overlong": 1.0}),
-    ("gradient_vanishes", {"grad_norm": 1e-7}),
     ("empty_answers", {"response__length": 1.0}),
     ("conversations_cut", {"environment__cut": 60.0}),
     ("teacher_tail", {"distillation__teacher_tail": 0.9}),
     ("importance_lost", {"importance__rejected": 0.9}),
-    ("advantage_sign", {"advantages__min": 0.0}),
-    ("advantage_sign", {"advantages__max": 0.0}),
     ("length_hacking", {"reward__length_correlation": -0.9, "response__length": 20.0,
                         "reward__answer_correlation": 0.4}),
     ("learning_rate", {"learning_rate": 1e-5}),
     ("learning_rate", {"learning_rate": 1e-7}),
     ("answers_not_found", {"reward__unanswerable": 0.4}),
-    ("stale_data", {"staleness__mean": 6.0}),
-    ("same_observations", {"environment__same_answers": None}),
     ("advantage_scale", {"advantages__std": 0.001}),
     ("reference_moves", {"preference__margin": 0.0}),
 ])
@@ -338,8 +334,9 @@ def test_faults_of_the_start_that_settings_explain(detector, changed, step):
 ])
 def test_a_policy_at_its_reference_is_told_by_what_keeps_it_there(settings, detector, remedy):
     settings = {"roles.actor.learning_rate": "1e-4", **SETTINGS, "roles.actor.weight_decay": "0", **settings}
-    *_, fault = faults_of(steps_of(12, policy__kl_reference=0.0), settings)
-    assert (fault.detector, fault.step) == (detector, 8)
+    found = {fault.detector: fault for fault in faults_of(steps_of(20, policy__kl_reference=0.0), settings)}
+    fault = found[detector]
+    assert fault.step == (16 if detector == "policy_stuck" else 8)
     assert remedy in fault.evidence.remedy
 
 
@@ -475,11 +472,15 @@ GENERATION = "roles.actor.generation."
      "too hard", "data.train"),
     ({"reward/mean": 0.02, "validation/heldout": 0.4, "response/alike": 0.875}, {}, "does not find right answers",
      "nodes.reward"),
+    ({"reward/mean": 0.02, "validation/heldout": 0.01, "response/alike": 0.875, "response/has_answer": 0.02,
+      "environment/turns": None}, {},
+     "its tokenizer or weights are not those that it was trained with", "roles.*.model"),
     ({"reward/mean": 0.95, "response/has_answer": 0.95}, {}, "too easy", "informative_groups"),
     ({"reward/mean": 0.95, "response/has_answer": 0.1}, {}, "pays wrong answers, too", "nodes.reward"),
 ])
 def test_equal_rewards_are_told_by_their_cause(changed, settings, cause, remedy):
-    steps = [line | EQUAL | changed for line in steps_of(12)]
+    steps = [{name: value for name, value in (line | EQUAL | changed).items() if value is not None}
+             for line in steps_of(12)]
     fault = next(fault for fault in faults_of(steps, {**SETTINGS, **settings}) if fault.detector == "no_signal")
     assert cause in fault.evidence.probable
     assert remedy in fault.evidence.remedy

@@ -315,3 +315,16 @@ def test_while_the_critic_warms_up_there_is_no_optimizer_step(warmup, updates):
     """`Table` is in its third step."""
     rows = [row(1.0, [-1.0, -2.0], group) for group in range(4)]
     assert len(steps_of(rows, critic_warmup=warmup, mini_batches=2, epochs=2)) == updates
+
+
+@pytest.mark.parametrize(("trained", "share", "end"), [
+    ([1, 1, 0, 0, 1, 1], 1.0, 0.0), ([0, 0, 0, 0, 1, 1], 0.5, 0.0), ([1, 1, 0, 0, 1, 0], 0.75, 1.0),
+    ([1, 1, 1, 1, 1, 1], 1.0, 0.0)])
+def test_update_reports_which_of_the_tokens_that_were_sampled_are_trained(trained, share, end):
+    """The two tokens in the middle are what a tool answered."""
+    tokens = Ragged.from_rows([torch.tensor([0, 1, 2, 3, 1, 2])] * 2, torch.int64)
+    logprobs = Ragged.from_rows([torch.tensor([-1.0, -0.5, 0.0, 0.0, -0.2, -2.0])] * 2, torch.float64)
+    policy_update(Table(100), tokens, tokens, logprobs, torch.tensor([1.0, -1.0]), torch.tensor([0, 0]),
+                  Ragged.from_rows([torch.tensor(trained, dtype=torch.bool)] * 2, torch.bool))
+    told = reported()
+    assert (told["response/trained"], told["response/end_untrained"]) == (share, end)
