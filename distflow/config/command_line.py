@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from distflow.errors import InvalidInput
 
-OPTION_OF = {"DAG": "--dag", "run file": "--run-file", "cluster": "--cluster"}
-"""Option by which each kind of file is given, by `distflow` and by `launch.py` alike."""
+_OPTIONS = {"DAG": "--dag", "run file": "--run-file", "cluster": "--cluster"}  # of `distflow` and `launch.py` alike
+
+
+def given_as(kind: str, name: str, wrong: str) -> str:
+    """Return the options that give a file of a kind as such, where it was given as of a `wrong` one."""
+    return f"{'--dag grpo ' * (wrong == 'DAG')}{_OPTIONS[kind]} {name}"
 
 
 def span_of(machines: str) -> tuple[int, int]:

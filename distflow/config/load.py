@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from distflow.config import command_line
 from distflow.config.cluster import Cluster, check_cluster
+from distflow.config.command_line import given_as
 from distflow.config.dag import Dag
 from distflow.config.downloads import half_download, narrow_weight
 from distflow.config.extras import file_system_line
@@ -137,7 +137,7 @@ def _wrong_kinds(sources: dict[str, YamlSource | None], dag: str) -> list[Diagno
         likely = max(keys, key=lambda other: len(keys[other]))
         if not keys[kind] and keys[likely]:
             has = ", ".join(f"`{key}`" for key in keys[likely])
-            hint = f"Instead:  {command_line.OPTION_OF[likely]} {source.file}"
+            hint = f"Instead:  {given_as(likely, source.file, kind)}"
             if kind == "DAG" and (SHIPPED / f"{dag}.yaml").is_file():
                 hint = "A file here comes before the shipped DAG of its name. Rename it:  mv " \
                        f"{dag}.yaml {dag}_{likely.split()[0]}.yaml"

@@ -6,7 +6,7 @@ import glob
 import re
 from pathlib import Path
 
-from distflow.config.command_line import OPTION_OF
+from distflow.config.command_line import given_as
 from distflow.config.hub import HubName, fetched, hub_name
 from distflow.errors import Diagnostic, InvalidInput, listing, nearest
 
@@ -98,7 +98,7 @@ def find_yaml(name: str, folder: str, what: str) -> Path:
     for kind, below in FOLDERS.items():
         if kind != what and any((SHIPPED / below / file).is_file() for file in (name, f"{name}.yaml")):
             raise InvalidInput(Diagnostic(f"`{name}` is a shipped {kind}, given as the {what}", None,
-                                          f"Instead:  {OPTION_OF[kind]} {name}"))
+                                          f"Instead:  {given_as(kind, name, what)}"))
     shipped = sorted((SHIPPED / folder).glob("*.yaml"))
     known = [path.name if name.endswith(".yaml") else path.stem for path in shipped]
     meant = nearest_file(name, what)

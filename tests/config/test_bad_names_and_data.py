@@ -209,8 +209,8 @@ def test_fields_of_ones_own_are_asked_of_the_training_data_alone(capsys):
     (["grpo", "--run-file", "ppo"], "`ppo` is a shipped DAG, given as the run file.\n"
      "Instead:  --dag ppo\n"),
     (["embedded.yaml"], "`embedded.yaml` is a shipped run file, given as the DAG.\n"
-     "Instead:  --run-file embedded.yaml\n"),
-    (["h200"], "Instead:  --cluster h200\n"),
+     "Instead:  --dag grpo --run-file embedded.yaml\n"),
+    (["h200"], "Instead:  --dag grpo --cluster h200\n"),
     ([], "which DAG?\nGive one:  --dag grpo\n"),
     (["grpo", "--ranks", "1", "--set", "layouts.update.tp=2"], "splits its model over 2 ranks (tp: 2), which do not"),
     (["grpo", "--set", "roles.actor.replicas=4"], "wants 4 replicas, which do not divide the 2 ranks"),
