@@ -59,7 +59,7 @@ def test_noise_is_no_fault(seed):
     ("ratio_clipped", {"policy__clip_ratio": 0.5}),
     ("mismatch", {"mismatch__logprob_mean": 0.2, "mismatch__logprob_late": 0.4}),
     ("policy_stuck", {"grad_norm": 0.0}),
-    ("policy_stuck", {"update__moved": 0.05}),
+    ("policy_stuck", {"gradient__moved": 0.05}),
     ("policy_stuck", {"learning_rate": 1e-10}),
     ("advantage_sign", {"advantages__reward_correlation": -0.9}),
     ("advantage_scale", {"advantages__std": 20.0}),

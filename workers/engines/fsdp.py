@@ -325,7 +325,7 @@ class FSDPEngine(Trainer):
 
     def remembered(self) -> dict[str, float]:
         state = next(iter(self.optimizer.state.values()), {}) if self.optimizer else {}
-        moved = {} if self.moved is None else {"update/moved": float(self.moved.float().mean())}
+        moved = {} if self.moved is None else {"gradient/moved": float(self.moved.float().mean())}
         return moved | ({"gradient/remembered": float(state["step"])} if "step" in state else {})
 
     def _some_weights(self) -> Tensor:

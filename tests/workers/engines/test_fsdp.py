@@ -69,11 +69,11 @@ def test_an_update_tells_how_many_weights_it_moves(model, mesh, batch):
             shard.data.copy_(shard.data.to(torch.bfloat16))
 
     one = engine(model, mesh)
-    assert one.update(batch, plain, 1.0, 0)["update/moved"] > 0.8
+    assert one.update(batch, plain, 1.0, 0)["gradient/moved"] > 0.8
     rounded()
     one.optimizer.register_step_post_hook(rounded)
     one.accumulate(batch, plain, 1.0)
-    assert one.step(1, 1e-7)["update/moved"] < 0.1
+    assert one.step(1, 1e-7)["gradient/moved"] < 0.1
 
 
 def test_a_gradient_that_is_not_finite_leaves_no_trace(model, mesh, batch):
