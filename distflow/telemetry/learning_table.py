@@ -433,7 +433,7 @@ READINGS = (
     Reading("policy_stuck", UPDATE, "*grad_norm", 0.0, "The model is as it was: `{metric}` stays 0",
             "no gradient reaches the parameters: all are frozen, or the loss does not depend on them", _UNFROZEN,
             most=0.0, steps=8, when=_differ),
-    Reading("policy_stuck", UPDATE, "*gradient/moved", 0.0, "An update moves {value:.0%} of the trained weights by more "
+    Reading("policy_stuck", UPDATE, "*gradient/moved", 0.0, "An update moves {value:.0%} of the weights by more "
             "than a hundredth of the learning rate", "the optimizer's steps do not reach them: they are cut off from "
             "the loss, or kept in so few digits (bfloat16) that small updates are lost in rounding",
             "float32 weights where the optimizer steps; a loss of your own must not detach the log-probabilities",
