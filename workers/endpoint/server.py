@@ -19,7 +19,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -116,7 +116,7 @@ class EndpointServer(HttpServer):
     def keeps(self, sender: ServedRow | None) -> bool:
         return sender is not None and not sender.lost
 
-    async def reply(self, sender: ServedRow | None, method: str, path: str, headers: dict[str, str],
+    async def reply(self, sender: ServedRow | None, method: str, path: str, headers: Mapping[str, str],
                     body: ReadBody) -> Reply:
         if sender is None:
             raise RequestRefused("the token is of no row that is being sampled: send the one of the environment "
@@ -131,7 +131,7 @@ class EndpointServer(HttpServer):
             raise RequestRefused(f"there is no {method} {path[:100]} here, only POST {' and '.join(_KINDS)}",
                                  "not_found", 404)
         request = read_request(_KINDS[path], content)
-        retry = headers.get("x-stainless-retry-count", "0") != "0"
+        retry = headers.get("X-Stainless-retry-count", "0") != "0"
         turn = await sender.serve(request, hashlib.sha256(path.encode() + content).digest(), retry)
         return _success(request, turn, sender.dialogue)
 

@@ -37,10 +37,10 @@ from workers.training_api.requests import (
     OptimStep,
     Prompts,
     Sample,
+    TrainingCall,
     TrainingRow,
     ZeroGrad,
 )
-from workers.training_api.server import TrainingCall, TrainingServer
 
 _TICK = 1.0  # seconds between two looks at whether the run is to stop, while there is no call
 _PHASES: dict[str, Phase] = {"forward_backward": "training", "optim_step": "training", "sample": "generating",
@@ -65,6 +65,8 @@ class TrainingCalls:
         if ctx.rank == 0:
             settings = ctx.spec.run.training_api
             assert settings is not None
+            from workers.training_api.server import TrainingServer  # loads an HTTP server: only such a run pays for it
+
             self.server = TrainingServer(settings, ctx.context.path, ctx.first_step, self._facts())
             print(f"training API: {self.server.address}  (its token is in {ctx.context.path / 'training_api.json'})",
                   flush=True)

@@ -14,7 +14,7 @@ import json
 import queue
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -25,25 +25,12 @@ from distflow.telemetry.files import write_atomically
 from distflow.telemetry.run_folder import finite
 from workers.endpoint.http_server import HttpServer, ReadBody, Reply
 from workers.endpoint.messages import RequestRefused
-from workers.training_api.requests import PACKED, OutOfStep, Request, read_call
+from workers.training_api.requests import PACKED, OutOfStep, Request, TrainingCall, read_call
 
 ADDRESS = "training_api.json"
 _ANSWER_SECONDS = 20.0  # after which a client that waits is told to ask again
 _KEPT_BYTES = 256 * 2**20  # of answers, for retries
 _BODY_SECONDS = 300.0
-
-
-class TrainingCall:
-    """A call to be answered once: by `answer` or `refuse`, from any thread."""
-
-    def __init__(self, name: str, request: Request, settle: Callable[[Any, RequestRefused | None], None]):
-        self.name, self.request, self._settle = name, request, settle
-
-    def answer(self, result: Any) -> None:
-        self._settle(result, None)
-
-    def refuse(self, error: RequestRefused) -> None:
-        self._settle(None, error)
 
 
 class _Answer:
@@ -101,7 +88,8 @@ class TrainingServer(HttpServer):
     def sender(self, token: str) -> str | None:
         return token if hmac.compare_digest(token.encode(), self.token.encode()) else None
 
-    async def reply(self, sender: str | None, method: str, path: str, headers: dict[str, str], body: ReadBody) -> Reply:
+    async def reply(self, sender: str | None, method: str, path: str, headers: Mapping[str, str],
+                    body: ReadBody) -> Reply:
         if sender is None:
             raise RequestRefused(f"the token is not this run's: send the one that {ADDRESS} of the run folder has, as  "
                                  "Authorization: Bearer TOKEN", "invalid_api_key", 401)

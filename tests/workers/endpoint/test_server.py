@@ -356,17 +356,19 @@ def raw(endpoint, text: str) -> bytes:
 
 
 def test_endpoint_does_not_read_bodies_without_a_token_or_too_large(endpoint, row):
-    served, post = row("an answer"), "POST /v1/chat/completions HTTP/1.1\r\nConnection: close\r\n"
+    served, post = row("an answer"), "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
     key = f"Authorization: Bearer {served.served.token}\r\n"
     assert raw(endpoint, f"{post}Content-Length: 9999999\r\n\r\n").startswith(b"HTTP/1.1 401 Unauthorized")
     assert raw(endpoint, f"{post}{key}Content-Length: {http_server.MAX_BODY + 1}\r\n\r\n").startswith(b"HTTP/1.1 413")
-    assert raw(endpoint, f"{post}{key}Content-Length: {'9' * 5000}\r\n\r\n").startswith(b"HTTP/1.1 413")
-    assert raw(endpoint, f"{post}{key}Transfer-Encoding: chunked\r\n\r\n").startswith(b"HTTP/1.1 411")
+    assert raw(endpoint, f"{post}{key}Content-Length: {'9' * 5000}\r\n\r\n")[8:].startswith(b" 400")
+    chunked = f"{post}{key}Transfer-Encoding: chunked\r\n\r\n"
+    assert raw(endpoint, f"{chunked}3\r\n[1]\r\n0\r\n\r\n").count(b"must be a JSON object")
+    assert raw(endpoint, f"{chunked}x\r\n[1]\r\n0\r\n\r\n")[8:].startswith(b" 400")
     assert raw(endpoint, f"{post}{key}Content-Length: 3\r\n\r\n[1]").count(b"must be a JSON object")
     assert raw(endpoint, f"{post}{key}Content-Length: 3000\r\n\r\n{'[' * 3000}").count(b"is not JSON")
-    assert raw(endpoint, f"GET /v1/nothing HTTP/1.1\r\n{key}\r\n").startswith(b"HTTP/1.1 404")
+    assert raw(endpoint, f"GET /v1/nothing HTTP/1.1\r\nHost: a\r\n{key}\r\n").startswith(b"HTTP/1.1 404")
     with contextlib.suppress(ConnectionError):
-        assert raw(endpoint, "x" * (1 << 18)) == b""
+        assert raw(endpoint, "x" * (1 << 18))[8:].startswith(b" 400")
     assert served.chat(*ASKED)[0] == 200
 
 
