@@ -31,7 +31,7 @@ from workers.functions.rewards import all_equal
 from workers.functions.rollout import cut_thoughts, fingerprint, note_lengths
 from workers.functions.trajectory import Recorded, Trajectory, digest_of, recorded_in, rows_of
 from workers.isolation.env_pool import EnvAnswer, EnvFailure, EnvSettings
-from workers.isolation.env_service import EnvClient, environments_for
+from workers.isolation.env_service import EnvClient, service_of
 from workers.isolation.rewards.texts import marked_answer
 from workers.isolation.user_code import failure_streak_of
 
@@ -65,7 +65,7 @@ def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: 
                                memory_gib, found.__distflow_together__, found.__distflow_stateless__)
     between = TurnTemplate(engine.tokenizer, engine.end_tokens, observation_role, engine.template_options)
     with engine.converse(prompts, ids, group_size, min(own, max_tokens)) as (session, rows), \
-            environments_for(session, env_settings) as pool:
+            service_of(env_settings).client(session.wake) as pool:
         saved = trajectories().claim(engine.step, engine.stream or 0, len(rows))
         episodes = [Trajectory(each, {name: columns[column][index // group_size]
                                    for name, column in kind.columns.items() if column in columns}, index < saved)
@@ -111,7 +111,7 @@ def _first_observations(session: Session, settings: EnvSettings,
     start = getattr(live_environment(settings.kind)[0], "start", None)
     settings = replace(settings, kind=_FIRST, safe=True, coroutine=inspect.iscoroutinefunction(start),
                        settings={"named": settings.kind, "its_settings": settings.settings})
-    with environments_for(session, settings) as pool:
+    with service_of(settings).client(session.wake) as pool:
         for row, values in columns.items():
             pool.step(row, values, "")
         while pool.busy:

@@ -1,6 +1,6 @@
 """Pool of child processes that run a rank's environments: routes steps, and runs them again where a child was lost.
 
-    EnvPool      one per rank and kind of environment; assigns rows to children and retries failed steps
+    EnvPool      one per rank and kind of environment; assigns episodes to children and retries failed steps
     EnvProcess   a child with its environments and the steps that wait for it
     Episode      one row's environment: its columns, the texts of the model so far, the child that runs it
 
@@ -11,6 +11,7 @@ The first one that does not is the newest turn then, and the conversation goes o
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
@@ -43,7 +44,8 @@ class EnvAnswer(Turn):
     state: Any = None
 
 
-Answered = list[tuple[int, Turn | EnvFailure]]  # row and answer of each environment that has answered
+Answered = list[tuple["Episode", Turn | EnvFailure]]  # episodes that have answered
+_keys = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -64,18 +66,23 @@ class EnvSettings:
 
 @dataclass(eq=False)
 class Episode(Call):
-    """Environment of a row, with all that is needed to create it again. As a call, it is the newest step."""
+    """Environment of a row of `caller`, with all that is needed to create it again. As a call, it is the newest step."""
 
+    caller: Any
     row: int
     columns: dict[str, str]
     texts: list[str] = field(default_factory=list)  # turns of the model, oldest first
     answers: list[bytes] = field(default_factory=list)  # fingerprints of the answers so far
     state: tuple[int, Any] | None = None  # turns, and a snapshot of the environment after them
+    key: int = field(default_factory=_keys.__next__)  # callers may have rows of one id
+    home: EnvProcess | None = None
+    lives: bool = False  # whether the environment has been created there
+    answer: Turn | EnvFailure | None = None  # to the newest step, as soon as there is one
 
-    def steps(self, known: bool, stateless: bool) -> dict[str, Any]:
-        """Return what a child is asked to do; `known`: the environment lives there."""
-        if known or stateless:
-            return {"columns": {} if known else self.columns, "texts": self.texts[-1:], "answers": []}
+    def steps(self, stateless: bool) -> dict[str, Any]:
+        """Return what a child is asked to do."""
+        if self.lives or stateless:
+            return {"columns": {} if self.lives else self.columns, "texts": self.texts[-1:], "answers": []}
         done, state = self.state or (0, None)
         return {"columns": self.columns, "texts": self.texts[done:], "answers": self.answers[done:],
                 **({"state": state} if done else {})}
@@ -102,7 +109,7 @@ class EnvProcess(ChildProcess):
 
     def __init__(self, *parts: Any):
         super().__init__(*parts)
-        self.rows: set[int] = set()  # rows whose environment lives here
+        self.episodes: set[Episode] = set()  # those that are asked here
 
     @property
     def blocked_at(self) -> float:
@@ -117,20 +124,19 @@ class EnvProcess(ChildProcess):
         return len(self.pending) >= (self.config.together if self.concurrent else _MAX_PENDING)
 
     def start(self, call: Episode) -> None:
-        steps = call.steps(call.row in self.rows, self.config.stateless)
-        self.rows.add(call.row)
+        steps, call.lives = call.steps(self.config.stateless), True
         call.seconds = self.config.seconds * len(steps["texts"])
-        self.ask(call, {"key": call.row, **steps})
+        self.ask(call, {"key": call.key, **steps})
 
-    def forget(self, row: int) -> None:
-        self.rows.discard(row)
-        self.send({"forget": row})
+    def forget(self, episode: Episode) -> None:
+        self.leave(episode)
+        self.pending.pop(episode.number, None)
+        self.send({"forget": episode.key})
 
-    def keep_only(self, episode: Episode) -> None:
-        """Give up all other steps and environments of this child."""
-        for row in self.rows - {episode.row}:
-            self.forget(row)
-        self.pending = {episode.number: episode}
+    def leave(self, *episodes: Episode) -> None:
+        for episode in episodes:
+            episode.home, episode.lives = None, False
+            self.episodes.discard(episode)
 
     def read(self, message: Any) -> tuple[Episode, Turn | EnvFailure] | None:
         episode: Episode | None = self.pending.get(message["call"])
@@ -139,7 +145,7 @@ class EnvProcess(ChildProcess):
         answer: Turn | EnvFailure
         if "error" in message:
             answer = EnvFailure(str(message["error"]))
-            self.rows.discard(episode.row)
+            episode.lives = False
         else:
             answer = episode.take(message)
         self.answered(episode)
@@ -147,13 +153,11 @@ class EnvProcess(ChildProcess):
 
 
 class EnvPool(CallPool[EnvProcess]):
-    """Environments by row: `step` sends a turn of the model, `turns` returns the answers that have arrived. Not
+    """Environments by episode: `step` sends a turn of the model, `turns` returns the answers that have arrived. Not
     thread-safe, except for `wake`. The processes end with the thread that created the pool."""
 
     def __init__(self, config: EnvSettings):
         self.config = config
-        self.episodes: dict[int, Episode] = {}
-        self.homes: dict[int, EnvProcess] = {}  # process of each row's environment
         self.shared: list[EnvProcess] = []
         self.answers: Answered = []
         super().__init__(EnvProcess, f"environments of `{config.kind}`",
@@ -166,17 +170,11 @@ class EnvPool(CallPool[EnvProcess]):
     def busy(self) -> bool:
         return bool(self.answers or self.waiting) or any(each.pending for each in self.children)
 
-    def step(self, row: int, columns: dict[str, str], text: str) -> None:
-        """Send the model's turn `text` to the row's environment, which is created on its first turn."""
-        episode = self.episodes.setdefault(row, Episode(row, columns))
+    def step(self, episode: Episode, text: str) -> None:
+        """Send the model's turn `text` to an environment, which is created on the first one here."""
         episode.texts.append(text)
-        episode.attempt = 0
+        episode.attempt, episode.answer = 0, None
         self.waiting.append(episode)
-
-    def resume(self, row: int, columns: dict[str, str], texts: list[str], answers: list[Turn],
-               state: tuple[int, Any] | None = None) -> None:
-        """Go on with a conversation of another rank, whose environment is created with the next `step`."""
-        self.episodes[row] = Episode(row, columns, texts, answers=[*map(fingerprint_of, answers)], state=state)
 
     def turns(self, timeout_s: float = 0.0) -> Answered:
         """Return the answers of environments; [] after `timeout_s` seconds, after `wake`, or if none is under way."""
@@ -193,7 +191,7 @@ class EnvPool(CallPool[EnvProcess]):
 
     def done(self, call: Episode, answer: Turn | EnvFailure) -> None:
         if isinstance(answer, Turn):
-            self.answers.append((call.row, answer))
+            self._record(call, answer)
         else:
             self._retry(call, answer)
 
@@ -204,9 +202,8 @@ class EnvPool(CallPool[EnvProcess]):
         return f"took longer than {self.config.seconds:g} s"
 
     def lose(self, child: EnvProcess, blamed: list[Episode], reason: str, late: bool = False) -> None:
-        if child in self.shared:
-            self.shared.remove(child)
-        self._leave(child)
+        self.shared = [each for each in self.shared if each is not child]
+        child.leave(*child.episodes)
         super().lose(child, blamed, reason, late)
 
     def _shared_processes(self) -> list[EnvProcess]:
@@ -217,52 +214,36 @@ class EnvPool(CallPool[EnvProcess]):
         for process in [each for each in self._shared_processes() if each.blocked_at <= time.monotonic()]:
             slow, *others = process.pending.values()
             self.shared.remove(process)
-            process.keep_only(slow)
-            self._leave(process, but=slow.row)
+            for episode in process.episodes - {slow}:
+                process.forget(episode)
             self.waiting.extendleft(reversed(others))
 
-    def _leave(self, process: EnvProcess, but: int | None = None) -> None:
-        self.homes = {row: home for row, home in self.homes.items() if home is not process or row == but}
+    def is_under_way(self, episode: Episode) -> bool:
+        """Return whether a step of this environment has no answer and no failure yet."""
+        return episode in self.waiting or (episode.home is not None and episode in episode.home.pending.values())
 
-    def is_under_way(self, row: int) -> bool:
-        """Return whether a step of this row has no answer and no failure yet."""
-        calls = self.homes[row].pending.values() if row in self.homes else ()
-        return any(call.row == row for call in (*calls, *self.waiting))
-
-    def end(self, row: int) -> None:
-        """Drop the environment of a row."""
-        self._drop([row])
-
-    def release(self, rows: Iterable[int] | None = None) -> None:
-        """Drop the environments of these rows (None: of all)."""
-        self._drop(list(self.episodes) if rows is None else rows)
-        self.kill_ended()
-
-    def _drop(self, rows: Iterable[int]) -> None:
+    def drop(self, episodes: Iterable[Episode]) -> None:
         """Drop environments, and end the processes that compute steps of theirs, which may take long; steps of others
         in such a process run again elsewhere."""
-        dropped: dict[EnvProcess, list[Episode]] = {}
-        for row in rows:
-            episode, home = self.episodes.pop(row, None), self.homes.pop(row, None)
-            if episode and home:
-                dropped.setdefault(home, []).append(episode)
-        self.waiting = deque(call for call in self.waiting if call.row in self.episodes)
-        for process, episodes in dropped.items():
-            if process not in self.shared:
-                self.end_child(process)
-                continue
-            if any(episode in process.pending.values() for episode in episodes):
-                self.lose(process, episodes, "")
-                continue
-            for episode in episodes:
-                process.forget(episode.row)
+        dropped = {*episodes}
+        self.waiting = deque(call for call in self.waiting if call not in dropped)
+        for episode in dropped:
+            episode.caller = None
+        for process in {episode.home for episode in dropped if episode.home}:
+            if process not in self.shared or not dropped.isdisjoint(process.pending.values()):
+                self.lose(process, [*dropped], "")
+            else:
+                for episode in process.episodes & dropped:
+                    process.forget(episode)
+        self.kill_ended()
 
     def choose(self, call: Episode) -> EnvProcess | None:
         """Return the process of an environment, or of a new one: another process, or the least loaded shared one."""
-        home = self.homes.get(call.row) or self._pick_process()
+        home = call.home or self._pick_process()
         if home.full:
             return None
-        self.homes[call.row] = home
+        call.home = home
+        home.episodes.add(call)
         return home
 
     def _pick_process(self) -> EnvProcess:
@@ -280,4 +261,8 @@ class EnvPool(CallPool[EnvProcess]):
             episode.attempt = 1
             self.waiting.append(episode)
         else:
-            self.answers.append((episode.row, failure))
+            self._record(episode, failure)
+
+    def _record(self, episode: Episode, answer: Turn | EnvFailure) -> None:
+        episode.answer = answer
+        self.answers.append((episode, answer))

@@ -199,7 +199,8 @@ def test_converse_samples_other_rows_while_an_environment_works(role, prompts, m
     """The rows with a quick environment come to their ends before any of the slow ones has answered once."""
     log = []
     late = Late(log)
-    monkeypatch.setattr(conversation, "environments_for", lambda *_: contextlib.nullcontext(late))
+    service = SimpleNamespace(client=lambda _: contextlib.nullcontext(late))
+    monkeypatch.setattr(conversation, "service_of", lambda _: service)
     heartbeat.current().enter("generating")
     found = converse_with(role, prompts)
     assert found.turns.tolist() == [3] * 6

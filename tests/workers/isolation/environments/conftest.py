@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from workers.isolation.env_pool import EnvFailure, EnvPool, EnvSettings
+from workers.isolation.env_pool import EnvFailure, EnvSettings
+from workers.isolation.env_service import EnvService
 
 SOURCE = '''
 import asyncio, os, signal, socket, subprocess, time
@@ -156,8 +157,10 @@ def player():
     returns its turn."""
     with contextlib.ExitStack() as stack:
         def play(environment, settings, safe=False, coroutine=False, processes=2):
-            pool = EnvPool(EnvSettings(f"workers.isolation.{environment}", settings, safe, coroutine, processes, 60.0))
-            stack.callback(pool.close)
+            service = EnvService(
+                EnvSettings(f"workers.isolation.{environment}", settings, safe, coroutine, processes, 60.0))
+            stack.callback(service.close)
+            pool = stack.enter_context(service.client())
 
             def say(row: int, text: str, **columns: str):
                 pool.step(row, columns or {"question": "q"}, text)

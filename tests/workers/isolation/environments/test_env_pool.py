@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -12,7 +13,8 @@ from harness import ROOT
 
 from distflow.contracts.decorators import Turn
 from distflow.errors import EngineError
-from workers.isolation.env_pool import EnvFailure, EnvPool, EnvSettings
+from workers.isolation.env_pool import EnvFailure, EnvSettings
+from workers.isolation.env_service import EnvClient, EnvService
 
 HOSTILE = {"deaf": "took longer than", "raises": "KeyError: 'no such tool'",
            "nonsense": "TypeError: `step` returned {'observation': '?'}", "infinite": "a finite number",
@@ -23,19 +25,17 @@ HOSTILE = {"deaf": "took longer than", "raises": "KeyError: 'no such tool'",
 
 @pytest.fixture
 def open_pool(module):
-    pools = []
+    with contextlib.ExitStack() as stack:
+        def make(name: str, **settings) -> EnvClient:
+            kind = {"safe": name in ("Shared", "Safe", "Patient"), "coroutine": name == "Patient", "seconds": 60.0}
+            service = EnvService(EnvSettings(f"{module}:{name}", settings.pop("settings", {}), **{**kind, **settings}))
+            stack.callback(service.close)
+            return stack.enter_context(service.client())
 
-    def make(name: str, **settings) -> EnvPool:
-        kind = {"safe": name in ("Shared", "Safe", "Patient"), "coroutine": name == "Patient", "seconds": 60.0}
-        pools.append(EnvPool(EnvSettings(f"{module}:{name}", settings.pop("settings", {}), **{**kind, **settings})))
-        return pools[-1]
-
-    yield make
-    for pool in pools:
-        pool.close()
+        yield make
 
 
-def answers(pool: EnvPool, asked: dict[int, str]) -> dict[int, Turn | EnvFailure]:
+def answers(pool: EnvClient, asked: dict[int, str]) -> dict[int, Turn | EnvFailure]:
     """Run one step of each row."""
     for row, text in asked.items():
         pool.step(row, {"question": f"q{row}"}, text)
@@ -119,10 +119,10 @@ def test_env_pool_gives_a_slow_step_its_own_process(open_pool, tmp_path):
     while len(found) < 10:
         found |= dict(pool.turns(60.0))
     assert found == {row: Turn("hello again", False, 0.25) for row in range(0, 20, 2)}
-    while sum(bool(each.pending) for each in pool.children) < 10:
+    while sum(bool(each.pending) for each in pool.service.pool.children) < 10:
         assert pool.turns(1.0) == []
-    assert {episode.row for each in pool.children for episode in each.pending.values()} == set(range(1, 20, 2))
-    assert all(len(each.pending) <= 1 for each in pool.children)
+    pending = [[episode.row for episode in each.pending.values()] for each in pool.service.pool.children]
+    assert sorted(filter(None, pending)) == [[row] for row in range(1, 20, 2)]
     pool.step(0, {"question": ""}, "more")
     while 0 not in (late := dict(pool.turns(60.0))):
         pass
@@ -146,11 +146,11 @@ def test_env_pool_runs_coroutines_concurrently_up_to_a_limit(open_pool, tmp_path
     assert sorted(found) == [*range(199), 200, 201]
 
 
-def test_env_pool_release_ends_its_processes(open_pool):
+def test_env_pool_ends_the_processes_of_a_caller_that_leaves(open_pool):
     pool = open_pool("Counter")
     pids = [int(turn.observation.split()[3]) for turn in answers(pool, dict.fromkeys(range(5), "a")).values()]
     assert all(alive(pid) for pid in pids)
-    pool.release()
+    pool.__exit__()
     assert not any(_lasts(lambda pid=pid: alive(pid)) for pid in pids)
 
 
@@ -159,8 +159,10 @@ def test_env_pool_processes_end_with_their_rank(module, tmp_path, end):
     script = f"""
 import os, signal, sys, time
 sys.path.insert(0, {str(tmp_path)!r})
-from workers.isolation.env_pool import EnvPool, EnvSettings
-pool = EnvPool(EnvSettings("{module}:Safe", {{"places": {str(tmp_path)!r}}}, True, False, seconds=600.0))
+from workers.isolation.env_pool import EnvSettings
+from workers.isolation.env_service import EnvService
+settings = EnvSettings("{module}:Safe", {{"places": {str(tmp_path)!r}}}, True, False, seconds=600.0)
+pool = EnvService(settings).client().__enter__()
 pool.step(1, {{"question": "q"}}, "fork")
 while not os.path.exists({str(tmp_path / 'stray')!r}):
     pool.turns(0.01)
@@ -182,4 +184,4 @@ def test_env_pool_names_a_module_that_cannot_be_imported(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "broken_tools.py").write_text("import nothing_of_that_name")
     with pytest.raises(EngineError, match="nothing_of_that_name"):
-        EnvPool(EnvSettings("broken_tools:Any", {}, True, False))
+        EnvService(EnvSettings("broken_tools:Any", {}, True, False))

@@ -70,7 +70,7 @@ def test_env_service_drops_only_rows_of_a_client_that_leaves(open_service):
             assert leaves.turns() == []
         assert answers(stays, {0: "again", 1: "new"}) == {0: Turn("hello again", False, 0.25),
                                                           1: Turn("new", False, 0.25)}
-        assert len(service.owners) == 2
+        assert [len(each.episodes) for each in service.pool.children] == [2]
 
 
 def test_env_service_wakes_its_client_at_an_answer(open_service, tmp_path):
@@ -99,7 +99,7 @@ def test_env_service_keeps_a_step_in_progress_for_the_next_client(open_service, 
     if answered:
         word.touch()
         with service.client() as other:  # the same thread reads both answers, in the order in which they come
-            while not any(step.answer for step in service.left.values()):
+            while not any(episode.answer for episode, _ in service.left.values()):
                 answers(other, {8: "hello"}, question=str(tmp_path / "other"))
                 other.end(8)
     service.submit(service.begin_phase)
@@ -133,7 +133,7 @@ def test_env_service_drops_kept_steps_that_no_client_resumes(open_service, tmp_p
         phase()
     with service.client() as last:
         assert answers(last, {4: "hello"}, question=other) == {4: Turn("at last", True, 1.0)}
-        assert len(service.pool.episodes) == 1
+        assert [len(each.episodes) for each in service.pool.children] == [1]
 
 
 def test_env_service_repeats_failed_steps(open_service):
