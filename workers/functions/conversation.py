@@ -36,7 +36,6 @@ from workers.isolation.rewards.texts import marked_answer
 from workers.isolation.user_code import failure_streak_of
 
 _REASONS, _ROWS = 8, 20  # reasons of failure with an event in a step, and rows named in each event
-_FIRST = "workers.isolation.first_observation:FirstObservation"
 _FAILED_STEPS = 3  # steps in a row in which all trajectories may fail before the run ends
 
 
@@ -109,8 +108,7 @@ def _first_observations(session: Session, settings: EnvSettings,
                         columns: dict[int, dict[str, str]]) -> Iterator[tuple[int, Turn | EnvFailure]]:
     """Yield what the environment of each row of `columns` shows, or its failure, as they come."""
     start = getattr(live_environment(settings.kind)[0], "start", None)
-    settings = replace(settings, kind=_FIRST, safe=True, coroutine=inspect.iscoroutinefunction(start),
-                       settings={"named": settings.kind, "its_settings": settings.settings})
+    settings = replace(settings, starts=True, safe=True, coroutine=inspect.iscoroutinefunction(start))
     with service_of(settings).client(session.wake) as pool:
         for row, values in columns.items():
             pool.step(row, values, "")

@@ -62,11 +62,13 @@ class EnvSettings:
     memory_gib: float = 4.0  # limit of each process
     together: int = 64  # steps under way in a process at a time, if `step` is a coroutine
     stateless: bool = False  # answers depend on the columns and the newest text alone
+    starts: bool = False  # its only turn is what it shows before the first one
 
 
 @dataclass(eq=False)
 class Episode(Call):
-    """Environment of a row of `caller`, with all that is needed to create it again. As a call, it is the newest step."""
+    """Environment of a row of `caller`, with all that is needed to create it again. As a call, it is the newest step.
+    """
 
     caller: Any
     row: int
@@ -162,7 +164,7 @@ class EnvPool(CallPool[EnvProcess]):
         self.answers: Answered = []
         super().__init__(EnvProcess, f"environments of `{config.kind}`",
                          "workers.isolation.env_worker:EnvironmentHandler",
-                         {"kind": config.kind, "settings": config.settings}, config.memory_gib,
+                         {"kind": config.kind, "settings": config.settings, "starts": config.starts}, config.memory_gib,
                          named_secrets(config.settings))
         self.start()
 

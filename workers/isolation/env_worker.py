@@ -26,8 +26,8 @@ _MAX_STATE = 256 << 10  # bytes of a snapshot; of a larger one nothing is kept, 
 
 class EnvironmentHandler(Handler):
 
-    def __init__(self, kind: str, settings: dict[str, Any]):
-        self.kind, self.settings = load_environment(kind), settings
+    def __init__(self, kind: str, settings: dict[str, Any], starts: bool):
+        self.kind, self.settings, self.starts = load_environment(kind), settings, starts
         self.restores = all(callable(getattr(self.kind, name, None)) for name in ("snapshot", "restore"))
         self.instances: dict[int, Any] = {}
 
@@ -37,7 +37,7 @@ class EnvironmentHandler(Handler):
         with guarded(lambda error: answer.update(self._failure(call, error))):
             environment = self._environment(call)
             for index, text in enumerate(call["texts"]):
-                turn = environment.step(text)
+                turn = self._turn(environment, text)
                 if inspect.isawaitable(turn):
                     return self._wait(call, environment, turn, index)
                 if self._ends(call, environment, turn, index, answer):
@@ -52,8 +52,11 @@ class EnvironmentHandler(Handler):
         with guarded(lambda error: answer.update(self._failure(call, error))):
             while not self._ends(call, environment, await turn if inspect.isawaitable(turn) else turn, index, answer):
                 index += 1
-                turn = environment.step(call["texts"][index])
+                turn = self._turn(environment, call["texts"][index])
         return answer
+
+    def _turn(self, environment: Any, text: str) -> Any:
+        return environment.start() if self.starts else environment.step(text)
 
     def _environment(self, call: Message) -> Any:
         environment = self.instances.get(call["key"])
@@ -69,7 +72,7 @@ class EnvironmentHandler(Handler):
     def _ends(self, call: Message, environment: Any, turn: Any, index: int, answer: Message) -> bool:
         """Put what answers text number `index` into `answer`. Return whether no text follows, or must follow since the
         answer was another one before."""
-        found, behind = _checked(turn), len(call["texts"]) - 1 - index
+        found, behind = (_shown if self.starts else _checked)(turn), len(call["texts"]) - 1 - index
         if behind and call["answers"][index] == fingerprint_of(found):
             return False
         answer |= vars(found) | ({"behind": behind} if behind else {})
@@ -95,6 +98,12 @@ def _checked(turn: Any) -> Turn:
         raise TypeError(f"`step` returned {turn!r:.200}; it must return Turn(observation: str, done: bool, reward: a "
                         "finite number)")
     return Turn(_utf8(turn.observation), bool(turn.done), float(reward))
+
+
+def _shown(text: Any) -> Turn:
+    if not isinstance(text, str):
+        raise TypeError(f"`start` returned {text!r:.200}; it must return a text")
+    return Turn(_utf8(text), done=True)
 
 
 def _utf8(text: str) -> str:

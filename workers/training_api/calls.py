@@ -10,7 +10,7 @@ import contextlib
 import queue
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -37,10 +37,12 @@ from workers.training_api.requests import (
     OptimStep,
     Prompts,
     Sample,
-    TrainingCall,
     TrainingRow,
     ZeroGrad,
 )
+
+if TYPE_CHECKING:
+    from workers.training_api.server import TrainingCall
 
 _TICK = 1.0  # seconds between two looks at whether the run is to stop, while there is no call
 _PHASES: dict[str, Phase] = {"forward_backward": "training", "optim_step": "training", "sample": "generating",

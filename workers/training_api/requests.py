@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgpack
@@ -36,19 +35,6 @@ class Request(BaseModel):
     attempt: str
     step: NonNegativeInt
     session: str = Field(default="", max_length=64)
-
-
-class TrainingCall:
-    """A call to be answered once: by `answer` or `refuse`, from any thread."""
-
-    def __init__(self, name: str, request: Request, settle: Callable[[Any, RequestRefused | None], None]):
-        self.name, self.request, self._settle = name, request, settle
-
-    def answer(self, result: Any) -> None:
-        self._settle(result, None)
-
-    def refuse(self, error: RequestRefused) -> None:
-        self._settle(None, error)
 
 
 class TrainingRow(BaseModel):

@@ -25,7 +25,7 @@ from distflow.telemetry.files import write_atomically
 from distflow.telemetry.run_folder import finite
 from workers.endpoint.http_server import HttpServer, ReadBody, Reply
 from workers.endpoint.messages import RequestRefused
-from workers.training_api.requests import PACKED, OutOfStep, Request, TrainingCall, read_call
+from workers.training_api.requests import PACKED, OutOfStep, Request, read_call
 
 ADDRESS = "training_api.json"
 _ANSWER_SECONDS = 20.0  # after which a client that waits is told to ask again
@@ -33,23 +33,31 @@ _KEPT_BYTES = 256 * 2**20  # of answers, for retries
 _BODY_SECONDS = 300.0
 
 
-class _Answer:
-    """Answer of a call, awaited by its request and by retries of it."""
+class TrainingCall:
+    """Call to be answered once: by `answer` or `refuse`, from any thread. Its request, and retries of it, await
+    `outcome`."""
 
-    def __init__(self, step: int, digest: bytes, packed: bool, loop: asyncio.AbstractEventLoop):
-        self.step, self.digest, self.packed, self.size = step, digest, packed, 0
-        self.future: asyncio.Future[tuple[Reply | None, RequestRefused | None]] = loop.create_future()
+    def __init__(self, server: TrainingServer, name: str, request: Request, digest: bytes, packed: bool):
+        self.server, self.name, self.request, self.digest, self.packed = server, name, request, digest, packed
+        self.outcome: asyncio.Future[Reply | RequestRefused] = server.loop.create_future()
+        self.size = 0  # bytes of the answer that is kept
 
-    def settle(self, result: Any, error: RequestRefused | None) -> None:
-        reply = _encoded(HTTPStatus.OK, result, self.packed) if error is None else None
-        self.size = len(reply[2]) if reply else 0
-        self.future.set_result((reply, error))
+    def answer(self, result: Any) -> None:
+        self.server.call_in(lambda: self._settle(_encoded(HTTPStatus.OK, result, self.packed)))
 
-    def drop(self, loop: asyncio.AbstractEventLoop) -> None:
+    def refuse(self, error: RequestRefused) -> None:
+        self.server.call_in(self._settle, error)
+
+    def _settle(self, outcome: Reply | RequestRefused) -> None:
+        self.size = len(outcome[2]) if isinstance(outcome, tuple) else 0
+        self.outcome.set_result(outcome)
+        self.server.drop_excess(self)
+
+    def drop(self) -> None:
         """Forget the answer, but not that it was given: requests that wait for it have the future."""
-        self.size, self.future = 0, loop.create_future()
-        self.future.set_result((None, RequestRefused("the call was made, and its answer is not kept any longer: other "
-                                                     "calls came after it", "answer_dropped", 410)))
+        self.size, self.outcome = 0, self.server.loop.create_future()
+        self.outcome.set_result(RequestRefused("the call was made, and its answer is not kept any longer: other calls "
+                                               "came after it", "answer_dropped", 410))
 
 
 class TrainingServer(HttpServer):
@@ -61,7 +69,7 @@ class TrainingServer(HttpServer):
         self.facts, self.step, self.attempt = facts, step, secrets.token_hex(8)
         self.passes = 0  # calls of forward_backward whose gradient is not applied
         self.calls: queue.SimpleQueue[TrainingCall] = queue.SimpleQueue()
-        self.answers: dict[str, _Answer] = {}  # by the call's id
+        self.known: dict[str, TrainingCall] = {}  # by id
         before = _read(folder / ADDRESS)
         self.token = str(before.get("token") or secrets.token_urlsafe(32))
         host, _, number = address.rpartition(":")
@@ -83,7 +91,7 @@ class TrainingServer(HttpServer):
 
     def _confirm(self, step: int) -> None:
         self.step = step + 1
-        self.answers = {id: answer for id, answer in self.answers.items() if answer.step >= step}
+        self.known = {id: call for id, call in self.known.items() if call.request.step >= step}
 
     def sender(self, token: str) -> str | None:
         return token if hmac.compare_digest(token.encode(), self.token.encode()) else None
@@ -101,42 +109,38 @@ class TrainingServer(HttpServer):
         if method != "POST" or not path.startswith("/v1/"):
             raise RequestRefused(f"there is no {method} {path[:100]} here, only POST /v1/CALL and GET /v1/info",
                                  "not_found", 404)
-        answer = self._taken_up(path.removeprefix("/v1/"), content, PACKED if packed else "")
+        call = self._taken_up(path.removeprefix("/v1/"), content, PACKED if packed else "")
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
-                reply, error = await asyncio.shield(answer.future)
+                outcome = await asyncio.shield(call.outcome)
         except TimeoutError:
             return _encoded(HTTPStatus.ACCEPTED, {"pending": True}, packed)
-        if reply is None:
-            assert error
-            raise error
-        return reply
+        if isinstance(outcome, RequestRefused):
+            raise outcome
+        return outcome
 
     def refused(self, sender: str | None, error: RequestRefused) -> Reply:
         standing = {} if sender is None else {"attempt": self.attempt, "step": self.step}
         return _encoded(error.status, {**error.body(), **standing}, packed=False)
 
-    def _taken_up(self, name: str, content: bytes, kind: str) -> _Answer:
-        """Return the answer to come of a call, which is a new one unless its id is known."""
+    def _taken_up(self, name: str, content: bytes, kind: str) -> TrainingCall:
+        """Return the call that a body makes, which is a new one unless its id is known."""
         request, digest = read_call(name, content, kind), hashlib.sha256(name.encode() + content).digest()
-        answer = self.answers.get(request.id)
-        if answer is not None:
-            if answer.digest != digest:
-                raise RequestRefused(f"the id {request.id} was of another call: give each its own", "id_reused")
-            return answer
-        self.check_standing(request)
-        answer = self.answers[request.id] = _Answer(request.step, digest, kind == PACKED, self.loop)
-        self.calls.put(TrainingCall(name, request, lambda *outcome: self.call_in(self._settle, answer, *outcome)))
-        return answer
+        if (call := self.known.get(request.id)) is None:
+            self.check_standing(request)
+            call = self.known[request.id] = TrainingCall(self, name, request, digest, kind == PACKED)
+            self.calls.put(call)
+        elif call.digest != digest:
+            raise RequestRefused(f"the id {request.id} was of another call: give each its own", "id_reused")
+        return call
 
-    def _settle(self, answer: _Answer, result: Any, error: RequestRefused | None) -> None:
-        """Answer a call, and drop the oldest answers where all together have become too large."""
-        answer.settle(result, error)
-        excess = sum(each.size for each in self.answers.values()) - _KEPT_BYTES
-        for each in self.answers.values():
-            if excess > 0 and each is not answer and each.size:
+    def drop_excess(self, newest: TrainingCall) -> None:
+        """Drop the oldest answers where all together have become too large."""
+        excess = sum(each.size for each in self.known.values()) - _KEPT_BYTES
+        for each in self.known.values():
+            if excess > 0 and each is not newest and each.size:
                 excess -= each.size
-                each.drop(self.loop)
+                each.drop()
 
     def check_standing(self, request: Request) -> None:
         """Raise OutOfStep if a client does not know of a restart or of another client's step."""

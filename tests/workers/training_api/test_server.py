@@ -124,8 +124,8 @@ def test_training_server_writes_null_for_numbers_that_are_not_finite(run, client
 
 def test_training_server_allocates_no_memory_for_announced_bodies(tmp_path):
     training = TrainingServer("127.0.0.1:0", tmp_path, 0, {})
-    head = f"POST /v1/forward HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {training.token}\r\nContent-Length: {1 << 30}\r\n" \
-           "Expect: 100-continue\r\n\r\n"
+    head = f"POST /v1/forward HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {training.token}\r\n" \
+           f"Content-Length: {1 << 30}\r\nExpect: 100-continue\r\n\r\n"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with contextlib.ExitStack() as stack:
         for _ in range(8):

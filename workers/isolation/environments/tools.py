@@ -101,11 +101,6 @@ class MCPTools:
 class MCPSession(MCPTools):
     """`MCPTools` with a server of its own for each row, which may change what it works on."""
 
-    def __init__(self, answer: str, *, server: str, tools: list[str] | None = None, list_tools: bool = True,
-                 key_variable: str | None = None, output: PositiveInt = 2000):
-        super().__init__(answer, server=server, tools=tools, list_tools=list_tools, key_variable=key_variable,
-                         output=output)
-
 
 class _ToolServer:
     """A session with a server, for all rows of this process. One task opens and closes it, as its library asks."""

@@ -153,12 +153,13 @@ def module(tmp_path, monkeypatch):
 
 @pytest.fixture
 def player():
-    """`player(environment, settings, safe=…)` returns a function that says a text for a row with some columns, and
+    """`player(environment, settings, **marks)` returns a function that says a text for a row with some columns, and
     returns its turn."""
     with contextlib.ExitStack() as stack:
-        def play(environment, settings, safe=False, coroutine=False, processes=2):
+        def play(environment, settings, safe=False, coroutine=False, **marks):
             service = EnvService(
-                EnvSettings(f"workers.isolation.{environment}", settings, safe, coroutine, processes, 60.0))
+                EnvSettings(f"workers.isolation.environments.{environment}", settings, safe, coroutine, seconds=60.0,
+                            **marks))
             stack.callback(service.close)
             pool = stack.enter_context(service.client())
 

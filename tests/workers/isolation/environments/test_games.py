@@ -105,4 +105,4 @@ def test_actions_of_several_parts(space, said, action):
     ({"id": "nowhere:Lake-v1"}, "ModuleNotFoundError: No module named 'nowhere'"),
     ({"id": "FrozenLake-v1", "actions": ["up"]}, "has the actions Discrete(4), for which 1 names are given")])
 def test_a_game_that_cannot_be_made_is_said(player, settings, says):
-    assert says in player("environments.games:Gymnasium", settings, safe=True)(0, "up").reason
+    assert says in player("games:Gymnasium", settings, safe=True)(0, "up").reason

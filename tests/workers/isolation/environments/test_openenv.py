@@ -103,7 +103,7 @@ def address(request, tmp_path):
 def play(player):
     """`play(address, …)` returns a function that says a text for a row with a seed, and returns its turn."""
     def play(server: str, **settings):
-        say = player("environments.openenv:OpenEnv", {"server": server, **settings})
+        say = player("openenv:OpenEnv", {"server": server, **settings})
         return lambda row, text, seed="3": say(row, text, question="guess", seed=seed)
 
     return play
@@ -131,9 +131,7 @@ def test_actions_as_json(address, play):
 
 
 def test_its_beginning(address, player):
-    settings = {"named": "workers.isolation.environments.openenv:OpenEnv",
-                "its_settings": {"server": address, "show": "text", "reset": {"most": 5}}}
-    say = player("first_observation:FirstObservation", settings)
+    say = player("openenv:OpenEnv", {"server": address, "show": "text", "reset": {"most": 5}}, starts=True)
     assert say(0, "", question="guess") == Turn("Guess a number from 0 to 5.", True)
 
 

@@ -88,7 +88,7 @@ def address(server):
 def pool_of(player):
     """`pool_of(kind, server=…)` returns a function that says a text for a row, and returns its turn."""
     def make(kind: str, **settings):
-        say = player(f"environments.tools:{kind}", settings, kind == "MCPTools", True, processes=1)
+        say = player(f"tools:{kind}", settings, kind == "MCPTools", True, processes=1)
         return lambda row, text: say(row, text, answer="#### 7")
 
     return make
@@ -166,9 +166,7 @@ def test_rows_of_a_server_that_has_ended_share_the_next_one(server):
 
 
 def test_what_stands_behind_the_question(server, player):
-    settings = {"named": "workers.isolation.environments.tools:MCPTools",
-                "its_settings": {"server": server, "tools": ["add"]}}
-    shown = player("first_observation:FirstObservation", settings, True, True)(0, "", answer="7")
+    shown = player("tools:MCPTools", {"server": server, "tools": ["add"]}, True, True, starts=True)(0, "", answer="7")
     listed = json.loads(shown.observation.partition("<tools>\n")[2].partition("\n</tools>")[0])
     assert listed["function"]["name"] == "add"
     assert listed["function"]["description"] == "Add two whole numbers."
