@@ -68,7 +68,7 @@ def play(player, tmp_path, monkeypatch):
 
     def play(kind: str):
         settings = {"id": "my_verifiers", "settings": {"kind": kind}}
-        say = play("environments.verifiers:Verifiers", settings, True, True, processes=1)
+        say = player("verifiers:Verifiers", settings, True, True, processes=1)
         return lambda row, text, example=3: say(row, text, example=str(example))
 
     return play
