@@ -37,7 +37,7 @@ class HttpServer(ABC):
     max_body, body_seconds = MAX_BODY, _BODY_SECONDS
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        self.idle: dict[asyncio.BaseTransport | None, None] = {}  # connections that no request holds, oldest first
+        self.idle: dict[Any, None] = {}  # transports of connections that no request holds, oldest first
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="endpoint", daemon=True).start()
         try:
