@@ -17,30 +17,6 @@ def loads_of(weights: list[int], shares_of: list[int], shares: int) -> list[int]
     return [sum(weight for weight, share in zip(weights, shares_of) if share == one) for one in range(shares)]
 
 
-def optimum(weights: list[int], shares: int) -> int:
-    ways = itertools.product(range(shares), repeat=len(weights))
-    return min(max(loads_of(weights, chosen, shares)) for chosen in ways)
-
-
-@QUIET
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=7), st.integers(1, 3))
-def test_the_heaviest_share_is_within_four_thirds_of_the_optimum(weights, shares):
-    chosen = assign(torch.tensor(weights), shares).tolist()
-    assert all(0 <= share < shares for share in chosen)
-    assert 3 * max(loads_of(weights, chosen, shares)) <= (4 - 1 / shares) * optimum(weights, shares) + 1e-9
-
-
-@QUIET
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.integers(1, 6))
-def test_no_share_is_left_without_units_if_there_are_enough(weights, shares):
-    """Units without weight too: they are balanced by number."""
-    chosen = assign(torch.tensor(weights), shares).tolist()
-    assert len(set(chosen)) == min(shares, len(weights)) or 0 in weights
-    if set(weights) == {0}:
-        counts = [chosen.count(share) for share in range(shares)]
-        assert max(counts) - min(counts) <= 1
-
-
 def with_runs(weights: list[int], units: list[int], chosen: list[int]) -> None:
     """Deal out the shares of equally heavy `units`, in order, within each quarter of all; of those without one last."""
     for _, alike in itertools.groupby(enumerate(units), key=lambda unit: (weights[unit[1]], unit[0] * 4 // len(units))):
@@ -113,24 +89,9 @@ def test_units_stay_on_their_machine_while_its_shares_have_room(spread, settled)
     assert near == near_one_by_one(weights, machines, at, fixed)
 
 
-def most_rows(chosen: torch.Tensor, shares: int) -> float:
-    """Rows of the fullest share over the mean."""
-    return int(chosen.bincount(minlength=shares).max()) * shares / len(chosen)
-
-
 def test_equally_heavy_units_stay_together():
     """In a run from each quarter of the step, so that what producers have is spread."""
     assert assign(torch.full((16,), 3), 2).tolist() == [0, 0, 1, 1] * 4
-
-
-@pytest.mark.parametrize("weights", [
-    (torch.randn(256, generator=torch.Generator().manual_seed(1)).exp() * 300).long(), torch.arange(4000),
-    torch.tensor([10, 1000]).repeat_interleave(2000), (torch.arange(4400) >= 4000).long()],
-    ids=["long tail", "sorted", "short, then long", "without weight, then with"])
-def test_shares_have_as_many_rows_where_weights_are_unlike(weights):
-    chosen = assign(weights, 8)
-    assert most_rows(chosen, 8) < 1.06
-    assert imbalance(weights, chosen, 8) < 1.01
 
 
 @QUIET
@@ -142,16 +103,6 @@ def test_staying_near_costs_no_balance(units):
     far = assign(weights, 4, fixed)
     assert torch.equal(near[fixed >= 0], fixed[fixed >= 0])
     assert imbalance(weights, near, 4) <= 1.01 * imbalance(weights, far, 4)
-
-
-def test_rows_stay_on_their_machine_unless_it_has_too_many():
-    """Four machines of four shares; even rows need not cross, and of a machine with half of all rows, half must."""
-    weights = torch.randint(100, 1000, (2000,), generator=torch.Generator().manual_seed(1))
-    machines = [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
-    for at, expected in ((torch.arange(2000) % 4, 0.02), (torch.arange(2000).clamp(max=1999) // 333 % 6 % 4, 0.18)):
-        here = torch.tensor(machines)[assign_near(weights, machines, at)]
-        assert float(weights[here != at].sum() / weights.sum()) < expected
-        assert float(weights[torch.tensor(machines)[assign(weights, 16)] != at].sum() / weights.sum()) > 0.7
 
 
 @QUIET

@@ -1,4 +1,4 @@
-"""Rows are copied to where they belong, whatever their lengths, by C and by numpy alike; nothing else is touched."""
+"""Rows are copied to where they belong, whatever their lengths, by C and in Python alike; nothing else is touched."""
 
 import sys
 import threading
@@ -11,12 +11,12 @@ from distflow.data.row_copies import ScatteredRuns, copy_runs
 from distflow.errors import ColumnError
 
 
-@pytest.fixture(params=["compiled", "numpy"])
+@pytest.fixture(params=["compiled", "python"])
 def copy(request, monkeypatch):
     """The implementation of `copy_runs`, which is the one in use."""
-    if request.param == "numpy":
+    if request.param == "python":
         monkeypatch.setattr(row_copies, "_copy_compiled", None)
-        return row_copies._copy_by_numpy
+        return row_copies._copy_in_python
     if row_copies._copy_compiled is None:
         pytest.skip("copies are not compiled: install with a C compiler, or  python setup.py build_ext --inplace")
     return row_copies._copy_compiled
