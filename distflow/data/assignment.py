@@ -217,6 +217,6 @@ def _merged(table: np.ndarray, machines: np.ndarray) -> tuple[np.ndarray, np.nda
     order = np.lexsort((table[:, 2], table[:, 1], table[:, 0]))
     table = table[order]
     first = np.flatnonzero(np.concatenate([[True], (np.diff(table[:, :2], axis=0) != 0).any(1)])[: len(table)])
-    last = np.concatenate([first[1:], [len(table)]]) - 1
+    last = np.append(first, len(table))[1:] - 1
     return np.stack([*table[first, :2].T, np.add.reduceat(table[:, 2], first), np.maximum.reduceat(table[:, 3], first)],
                     axis=1), machines[order[last]]
