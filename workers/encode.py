@@ -251,6 +251,6 @@ def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: 
         too_long = functools.partial(_too_long, tokenizer, data)
     sets = [UsableRecords(records, fields, too_long) for records in opened]
     names = [each.name for each in opened if isinstance(each, LabelledRecords)]
-    records = sets[0] if len(sets) == 1 else Mixture(sets, data.turns, names)
+    records = Mixture(sets, data.turns, names)
     encode = encoder(tokenizer, data, images, plan, sampled_elsewhere, ends)
     return Dataloader(records, encode, data.batch, spec.run.seed, share, layout, data_files(spec, training))

@@ -8,7 +8,6 @@ position, the pace of the ranks where shares follow it, and the datasets' weight
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
 import math
@@ -21,7 +20,7 @@ import torch
 
 from distflow.data.batch import Batch, ColumnData
 from distflow.data.data_files import HELD_OUT, DataFiles, changes
-from distflow.data.dataset import Record, Records, RequiredFields
+from distflow.data.dataset import JoinedRecords, Record, Records, RequiredFields
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
 from distflow.plan import Layout
 from distflow.telemetry import events
@@ -105,38 +104,27 @@ def _stride(size: int) -> int:
     return next(step for step in range(max(1, round(0.618 * size)), size + 2) if math.gcd(step, size) == 1)
 
 
-class Mixture:
-    """Several datasets as one, from which a stream takes in proportion to their turns. Each round has its own order, by
+class Mixture(JoinedRecords):
+    """Datasets as one, from which a stream takes in proportion to their turns. Each round has its own order, by
     (seed, round) alone; each dataset is shuffled again when it is through. Turns may change at a position; what the
     stream has before it is then known no more."""
 
     def __init__(self, sets: Sequence[Records], turns: Sequence[int], names: Sequence[str] = ()):
         """`turns`: of each dataset in a round."""
-        self.sets, self.turns, self.names = sets, tuple(turns), tuple(names)
+        super().__init__(sets)
+        self.turns, self.names = tuple(turns), tuple(names)
         self.weights = self.turns
         self.numbers = [*range(len(sets))]  # by which the order of each dataset is drawn
         self.shares = [count / sum(turns) for count in turns]  # of prompts, before they are rounded to turns
-        self.starts = [0, *itertools.accumulate(map(len, sets))]
         self.since, self.taken = 0, [0] * len(sets)  # position of the first round; of each dataset before it
         self.reweighed = False
         self.owed = [0.0] * len(sets)  # turns that each has had too few, since they are whole numbers
-
-    def __len__(self) -> int:
-        return self.starts[-1]
-
-    def location(self, index: int) -> Location:
-        number = bisect.bisect_right(self.starts, index) - 1
-        return self.sets[number].location(index - self.starts[number])
-
-    def get(self, indices: Sequence[int]) -> list[Record]:
-        numbers = [bisect.bisect_right(self.starts, index) - 1 for index in indices]
-        return [self.sets[number].get([index - self.starts[number]])[0] for number, index in zip(numbers, indices)]
 
     def index(self, position: int, seed: int) -> int:
         """Return which record the stream has at a position."""
         number = int(self._turn(position, seed)[-1])
         taken = max(self.taken_before(position, seed)[number], 0)
-        return self.starts[number] + _shuffled_index(len(self.sets[number]), seed, taken, self.numbers[number])
+        return self.starts[number] + _shuffled_index(len(self.parts[number]), seed, taken, self.numbers[number])
 
     def taken_before(self, position: int, seed: int) -> list[int]:
         """Return how many records of each dataset the stream has before a position."""
@@ -204,7 +192,8 @@ class Dataloader:
     def __init__(self, records: Records, encode: Encode, batch: int, seed: int, share: int | None = None,
                  layout: Layout = ONE, files: DataFiles | None = None):
         """`files`: identity of the data, by which a state of other data is known."""
-        self.records, self.encode, self.batch, self.seed = records, encode, batch, seed
+        self.records = records if isinstance(records, Mixture) else Mixture([records], [1])
+        self.encode, self.batch, self.seed = encode, batch, seed
         self.share, self.layout, self.files = share, layout, files or {}
         self.position = self.left_over = 0
         """Prompts before the next step's, and those of them that the state's run had not trained on."""
@@ -216,14 +205,13 @@ class Dataloader:
         """Return the next step's rows of this share: none without a share, or perhaps if ranks outnumber rows. While
         the step computes, a thread reads and encodes those of the step after it."""
         start, self.position = self.position, self.position + self.batch
-        if isinstance(self.records, Mixture):
-            for name, turns in zip(self.records.names, self.records.turns):
-                current().maximum(f"data/share/{name}", turns / sum(self.records.turns))
+        for name, turns in zip(self.records.names, self.records.turns):
+            current().maximum(f"data/share/{name}", turns / sum(self.records.turns))
         if self.share is None or not (mine := self.layout.cut(self.batch, self.share)):
             return Batch(torch.empty(0, dtype=torch.int64))
         ids = torch.arange(mine.start, mine.stop) + start
         columns = self._take_ahead(self._indices(ids))
-        if not (isinstance(self.records, Mixture) and self.records.reweighed):  # nodes choose what comes next
+        if not self.records.reweighed:  # nodes choose what comes next
             indices = self._indices(ids + self.batch)
             self.ahead = indices, self.pool.submit(self._read_ahead, indices)
         return Batch(ids, {**columns, "group": ids})
@@ -260,9 +248,7 @@ class Dataloader:
         for name, pair in ((name, pair) for rank in reported for name, pair in rank.items()):
             if name.startswith(SOURCE_WEIGHT):
                 sums.setdefault(name.removeprefix(SOURCE_WEIGHT), []).append(pair)
-        if not isinstance(self.records, Mixture):
-            if not sums:
-                return
+        if sums and self._is_one:
             raise InvalidInput(f"a node sets weights of {', '.join(sums)}, and there is one training set. Name "
                                "several:  data: {train: {easy.jsonl: 1, hard.jsonl: 1}}")
         means = {name: sum(total for total, _ in pairs) / max(sum(count for _, count in pairs), 1)
@@ -300,17 +286,20 @@ class Dataloader:
         return self.position // self.batch
 
     @property
+    def _is_one(self) -> bool:
+        """Whether there is one training set."""
+        return len(self.records.parts) == 1
+
+    @property
     def epoch(self) -> float:
         return self.position / len(self.records)
 
     def _index(self, position: int) -> int:
-        if isinstance(self.records, Mixture):
-            return self.records.index(position, self.seed)
-        return _shuffled_index(len(self.records), self.seed, position)
+        return self.records.index(position, self.seed)
 
     def state_dict(self) -> dict[str, Any]:
-        mixture = {"mixture": self.records.state_dict()} if isinstance(self.records, Mixture) else {}
-        return {"position": self.position, **mixture, **({"files": self.files} if self.files else {})}
+        files = {"files": self.files} if self.files else {}
+        return {"position": self.position, "mixture": self.records.state_dict(), **files}
 
     def load_state_dict(self, state: dict[str, Any], alone: bool = True) -> None:
         """Load a state. `alone`: whether no loader of another group finds records by positions. One does without a
@@ -329,18 +318,16 @@ class Dataloader:
         places = [None if old is None else order.index(old) for old in olds]
         mixed = state.get("mixture", {"turns": [1]} if len(before) == 1 else {})
         weights = mixed.get("weights") or mixed.get("turns")
-        mixture = self.records if isinstance(self.records, Mixture) else Mixture([self.records], [1])
+        mixture = self.records
         alike = not weights or "weights" not in mixed or [*weights] == [*mixture.weights]
         unlike = not alike or bool(before) and places != [*range(len(before))]
         if alone and not unlike:
             mixture.load_state_dict(mixed)
-            self.records = mixture if "mixture" in state else self.records
         elif before and weights and (unlike or mixed.get("since")):
             if alone:
-                other = Mixture([mixture.sets[0] for _ in before], weights)
+                other = Mixture([mixture.parts[0] for _ in before], weights)
                 other.load_state_dict(mixed)
                 mixture.follow(other, places, self.position, self.seed)
-                self.records = mixture
             if events.current().rank == 0:
                 shares = ", ".join(f"{name} (weight {weight})" for name, weight in zip(before, weights))
                 events.show(f"note: the run began with other training sets or weights: {shares}. " + (
@@ -352,11 +339,11 @@ class Dataloader:
         another number of records may begin a new pass."""
         for name, resized, how in changes(before, self.files):
             held_out = name.startswith(HELD_OUT)
-            if resized and not held_out and alone and not isinstance(self.records, Mixture):
+            if resized and not held_out and alone and self._is_one:
                 self.position += -self.position % len(self.records)
             where = f"Training continues at record {self.position % len(self.records) + 1:,} of pass " \
                     f"{self.position // len(self.records) + 1:,} over it, in its shuffled order."
-            if isinstance(self.records, Mixture):
+            if not self._is_one:
                 where = "Training continues at the position that it had in the old one."
             what = f"{name} is not the file that the run began with: it has {how}. " + (
                 "Rewards before and after cannot be compared." if held_out else where)
@@ -380,4 +367,4 @@ def _shuffles(number: int) -> Callable[[int, Sequence[int]], numpy.ndarray]:
 @functools.lru_cache(maxsize=2)
 def _order_of_turns(turns: tuple[int, ...], seed: int, round_: int) -> numpy.ndarray:
     order = numpy.repeat(numpy.arange(len(turns)), turns)
-    return numpy.random.default_rng([seed, round_, len(turns)]).permutation(order)
+    return order if len(turns) == 1 else numpy.random.default_rng([seed, round_, len(turns)]).permutation(order)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import io
 import itertools
 import os
@@ -109,39 +110,43 @@ class Records(Protocol):
 def open_records(path: Path, data: Data | None = None) -> Records:
     """Open a JSON, CSV or Parquet file, or a folder that `datasets` saved; `data` names the fields that its records are
     to have. Raises `InvalidInput` if it has no records."""
+    files = [path] if path.exists() else matching(path) or [path]
+
     def opened() -> Records:
-        records = _open_file(path)
+        parts = [_open_file(file, len(files)) for file in files]
+        for part in parts if data else ():
+            if isinstance(part, Parquet):
+                part.read_only(columns_of(data, part.names))
+        records = parts[0] if len(parts) == 1 else JoinedRecords(parts)
         if not len(records):
             raise InvalidInput(Diagnostic("there is no record in it", Location(str(path))))
         return NamedRecords(records, data) if data else records
 
-    return _once(path, data.model_dump_json() if data else "", opened)
+    return _once(files, data.model_dump_json() if data else "", opened)
 
 
 _opened: dict[tuple[Any, ...], Any] = {}
 
 
-def _once(path: Path, use: object, make: Callable[[], _R]) -> _R:
-    """Return what a file was opened as for this use, and open it if it has changed since. Validation, preflight and the
-    loaders of forked workers share it, so that a file is scanned, filtered and unpacked once."""
-    states = [file.stat() for file in ([path] if path.is_file() else [] if path.exists() else matching(path))]
-    if not states:
+def _once(files: Sequence[Path], use: object, make: Callable[[], _R]) -> _R:
+    """Return what files were opened as for this use, and open them if they have changed since. Validation, preflight
+    and the loaders of forked workers share it, so that a file is scanned, filtered and unpacked once."""
+    if not all(file.is_file() for file in files):  # a folder, or none
         return make()
-    key = path, *((state.st_ino, state.st_size, state.st_mtime_ns) for state in states), use
+    states = [file.stat() for file in files]
+    key = *files, *((state.st_ino, state.st_size, state.st_mtime_ns) for state in states), use
     if key not in _opened:
         _opened[key] = make()
     return _opened[key]
 
 
-def _open_file(path: Path) -> Records:
-    kinds = {**dict.fromkeys((".jsonl", ".ndjson", ".json"), JsonRecords), ".csv": CsvRecords, ".tsv": CsvRecords,
-             ".parquet": Parquet}
-    kind: type[Records] | None = SavedFolder if path.is_dir() else kinds.get(without_packing(path).suffix.lower())
-    if not path.exists() and matching(path):
-        kind = JoinedRecords
+def _open_file(path: Path, files: int) -> Records:
+    kinds: dict[str, Callable[[Path], Records]] = {
+        **dict.fromkeys((".jsonl", ".ndjson", ".json"), JsonRecords), ".csv": CsvRecords, ".tsv": CsvRecords,
+        ".parquet": functools.partial(Parquet, files=files)}
     try:
-        if kind:
-            return kind(path)  # type: ignore[call-arg]
+        if kind := SavedFolder if path.is_dir() else kinds.get(without_packing(path).suffix.lower()):
+            return kind(path)
     except OSError as error:
         raise InvalidInput(Diagnostic(f"it cannot be read: {error.strerror or error}", Location(str(path)))) from None
     hint = "Known are .jsonl, .json, .csv, .parquet and folders that `datasets` saved."
@@ -157,9 +162,6 @@ class NamedRecords:
 
     def __init__(self, records: Records, data: Data):
         self.records, self.location, self.data, self.read = records, records.location, data, reader_of(data)
-        for part in records.parts if isinstance(records, JoinedRecords) else [records]:
-            if isinstance(part, Parquet):
-                part.read_only(columns_of(data, part.names))
 
     def __len__(self) -> int:
         return len(self.records)
@@ -204,17 +206,14 @@ def form_in_use(records: Records) -> Form | None:
 
 
 class JoinedRecords:
-    """Records of the files that a pattern finds, one file behind the other, by their names."""
+    """Records of several files or data sets, one behind the other."""
 
-    def __init__(self, pattern: Path):
-        self.parts = [*map(_open_file, matching(pattern))]
-        self.ends = [*itertools.accumulate(map(len, self.parts))]
-        for part in self.parts:
-            if isinstance(part, Parquet):
-                part.files = len(self.parts)
+    def __init__(self, parts: Sequence[Records]):
+        self.parts = parts
+        self.starts = [0, *itertools.accumulate(map(len, parts))]
 
     def __len__(self) -> int:
-        return self.ends[-1]
+        return self.starts[-1]
 
     def get(self, indices: Sequence[int]) -> list[Record]:
         places = itertools.groupby(map(self._place, indices), lambda place: place[0])
@@ -226,8 +225,8 @@ class JoinedRecords:
 
     def _place(self, index: int) -> tuple[int, int]:
         """Return which part has a record, and the record's index there."""
-        part = bisect.bisect_right(self.ends, index)
-        return part, index - (self.ends[part - 1] if part else 0)
+        part = bisect.bisect_right(self.starts, index) - 1
+        return part, index - self.starts[part]
 
 
 class LabelledRecords:

@@ -32,12 +32,12 @@ is refused, since one page of it may be all of that."""
 
 
 class Parquet:
-    """Dataset in a Parquet file. Raises InvalidInput: it is none."""
+    """Dataset in a Parquet file, one of `files` that are read together. Raises InvalidInput: it is none."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, files: int = 1):
         import pyarrow.parquet  # only users of Parquet pay for its import
 
-        self.path = path
+        self.path, self.files = path, files  # which share memory and room
         try:
             self.file = pyarrow.parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
         except pyarrow.ArrowInvalid as error:
@@ -52,7 +52,6 @@ class Parquet:
         self.columns: list[str] | None = None
         self.groups: dict[int, _Batches] = {}
         self.held = 0  # bytes of batches in memory
-        self.files = 1  # that are read together, and share memory and room
 
     def read_only(self, columns: list[str] | None) -> None:
         """Read these columns alone; None: all. Raises InvalidInput: the temporary folder has no room for them."""

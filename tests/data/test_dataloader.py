@@ -143,13 +143,13 @@ SIZES = {"a": 7, "b": 11, "c": 5}
 
 def resumable(weights: dict[str, int]) -> Dataloader:
     sets = [Numbers(SIZES[name]) for name in weights]
-    records = Mixture(sets, [*weights.values()], [*weights]) if len(sets) > 1 else sets[0]
-    return Dataloader(records, encode, 3, 5, 0, files={name: [SIZES[name], name] for name in weights})
+    return Dataloader(Mixture(sets, [*weights.values()], [*weights]), encode, 3, 5, 0,
+                      files={name: [SIZES[name], name] for name in weights})
 
 
 def count(loader: Dataloader, drawn: dict[str, list[int]]) -> None:
     """Take a step's records, by the set that each is of."""
-    starts = loader.records.starts if isinstance(loader.records, Mixture) else [0]
+    starts = loader.records.starts
     for number in map(loader._index, loader.next().ids.tolist()):
         place = max(place for place in range(len(loader.files)) if starts[place] <= number)
         drawn[[*loader.files][place]].append(number - starts[place])
@@ -303,7 +303,7 @@ def test_a_rank_reads_its_own_share_only(share, ids):
     one = loader(10, 2, share, 5)
     assert [one.next().ids.tolist() for _ in range(3)] == [ids, [each + 2 for each in ids], [each + 4 for each in ids]]
     one.pool.shutdown()
-    assert len(one.records.read) == 4 * len(ids), "of three steps and the one after them"
+    assert len(one.records.parts[0].read) == 4 * len(ids), "of three steps and the one after them"
     assert one.position == 6
 
 
