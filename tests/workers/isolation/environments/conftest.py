@@ -11,7 +11,7 @@ from workers.isolation.env_pool import EnvFailure, EnvSettings
 from workers.isolation.env_service import EnvService
 
 SOURCE = '''
-import asyncio, os, signal, socket, subprocess, time
+import asyncio, os, time
 from pathlib import Path
 from distflow import Turn, environment
 
@@ -66,12 +66,6 @@ class Hostile:
     def sleep(self):
         time.sleep(3600)
 
-    def deaf(self):
-        for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
-            signal.signal(number, signal.SIG_IGN)
-        while True:
-            time.sleep(3600)
-
     def raises(self):
         raise KeyError("no such tool")
 
@@ -92,14 +86,8 @@ class Hostile:
     def infinite(self):
         return Turn(reward=float("nan"))
 
-    def leave(self):
-        os._exit(3)
-
     def exit(self):
         raise SystemExit(0)
-
-    def eat(self):
-        return Turn(str(len(bytearray(1 << 40))))
 
     def fork(self):
         if os.fork() == 0:

@@ -16,10 +16,10 @@ from distflow.errors import EngineError
 from workers.isolation.env_pool import EnvFailure, EnvSettings
 from workers.isolation.env_service import EnvClient, EnvService
 
-HOSTILE = {"deaf": "took longer than", "raises": "KeyError: 'no such tool'",
+HOSTILE = {"raises": "KeyError: 'no such tool'",
            "nonsense": "TypeError: `step` returned {'observation': '?'}", "infinite": "a finite number",
            "tensors": "ValueError",
-           "leave": "its process ended", "exit": "its process ended", "eat": "MemoryError", "fork": "took longer than",
+           "exit": "its process ended", "fork": "took longer than",
            "garbage": "", "flood": "no answer"}
 
 
