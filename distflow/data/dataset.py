@@ -114,8 +114,8 @@ def open_records(path: Path, data: Data | None = None) -> Records:
 
     def opened() -> Records:
         parts = [_open_file(file, len(files)) for file in files]
-        for part in parts if data else ():
-            if isinstance(part, Parquet):
+        for part in parts:
+            if data and isinstance(part, Parquet):
                 part.read_only(columns_of(data, part.names))
         records = parts[0] if len(parts) == 1 else JoinedRecords(parts)
         if not len(records):
