@@ -60,10 +60,12 @@ def test_a_run_that_converses_is_evaluated_with_its_environment(launch, workspac
 def test_several_samples_give_pass_at_k(launch, workspace, distflow):
     launch(1, *GRPO, *VALIDATED, "--set", "steps=1", "--name", "run")
     done = distflow("evaluate", "runs/run", "--samples", "3", "--set", "nodes.tally.with.threshold=0.1")
-    table = done.stdout.partition("heldout: 10 problems")[2].splitlines()[1:-1]
+    table, _, behind = done.stdout.partition("heldout: 10 problems")[2].partition("  ranges")
+    table = table.splitlines()[1:]
     shown = {line.split()[0]: float(line.split()[1]) for line in table}
     assert shown["pass@1"] <= shown["pass@2"] <= shown["pass@3"]
     assert {"pass@1", "pass@2", "pass@3", "mean@3"} == set(shown)
+    assert "pass@k counts answers that earn 0.1 or more, and the best earned " in behind
 
 
 def test_a_run_that_has_not_finished_is_exported_first(launch, workspace, distflow):

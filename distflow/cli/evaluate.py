@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -146,8 +147,10 @@ def _answer(options: argparse.Namespace, model: EvaluationSubject, path: str, pr
 
 
 def _figures(folder: Path) -> dict[str, Any]:
-    """Return each figure with its confidence interval and the number of problems behind it."""
+    """Return each figure with its confidence interval and the number of problems behind it; and what a right answer
+    earns at least, beside the highest reward."""
     values = RunReader(folder).rows("metrics")[-1]
+    threshold = read(folder / "dag.yaml").data["nodes"]["tally"]["with"].get("threshold", 1.0)
     found: dict[str, Any] = {}
     for name in (name for name in values if name.startswith("evaluation/") and name.count("/") == 1):
         problems = int(values[f"{name}/problems"])
@@ -155,7 +158,7 @@ def _figures(folder: Path) -> dict[str, Any]:
         if values[name] >= 0 and values[f"{name}/squared"] <= values[name] + 1e-9:
             figure["low"], figure["high"] = interval(values[name], values[f"{name}/squared"], problems)
         found[name.partition("/")[2]] = figure
-    return {"figures": found}
+    return {"figures": found, "threshold": threshold, "highest_reward": values.get("reward/max")}
 
 
 def _report(result: dict[str, Any]) -> Iterator[str]:
@@ -168,6 +171,10 @@ def _report(result: dict[str, Any]) -> Iterator[str]:
         rows.append((name, f"{figure['value']:.3f}", between, f"without {missing} whose reward failed" * bool(missing)))
     yield from table(rows)
     yield "  ranges: 95% confidence, problems being the sample"
+    least, most = result["threshold"], result["highest_reward"]
+    if most and not math.isclose(least, most, rel_tol=1e-6):
+        yield f"  pass@k counts answers that earn {least:g} or more, and the best earned {most:g}; to count from another " \
+              f"reward on:  --set nodes.tally.with.threshold={most:g}"
 
 
 @dataclass(frozen=True)

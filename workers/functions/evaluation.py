@@ -20,9 +20,9 @@ def tally(rewards: Tensor, group: Tensor, questions: list[str], answers: list[st
     """
     ks = [2**power for power in range(samples.bit_length()) if 2**power < samples] + [samples]
     order = torch.argsort(group)
-    for earned in rewards[order].double().split(torch.unique(group, return_counts=True)[1].tolist()):
-        right = int((earned >= threshold).sum())
-        _report(f"mean@{samples}", float(earned.mean()))
+    for earned in rewards[order].split(torch.unique(group, return_counts=True)[1].tolist()):
+        right = int((earned >= threshold).sum())  # of one type: as a double, 0.9 is more than a reward of 0.9
+        _report(f"mean@{samples}", float(earned.double().mean()))
         for k in (k for k in ks if k <= len(earned)):
             _report(f"pass@{k}", pass_at(k, len(earned), right))
 

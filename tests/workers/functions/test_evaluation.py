@@ -38,6 +38,12 @@ def test_each_problem_counts_once(metrics):
     assert found["pass@4/problems"] == 2
 
 
+@pytest.mark.parametrize("threshold", [0.9, 0.7, 0.3])
+def test_an_answer_that_earns_the_threshold_is_right(metrics, threshold):
+    run([threshold, 0.2], [0, 1], threshold=threshold)
+    assert figures(metrics)["pass@1"] == 0.5
+
+
 def test_a_problem_with_lost_answers_has_no_pass_at_more_than_are_left(metrics):
     run([0.5, 1.0, 1.0], [0, 0, 1], samples=3, threshold=0.5)
     found = figures(metrics)
