@@ -173,8 +173,8 @@ def _report(result: dict[str, Any]) -> Iterator[str]:
     yield "  ranges: 95% confidence, problems being the sample"
     least, most = result["threshold"], result["highest_reward"]
     if most and not math.isclose(least, most, rel_tol=1e-6):
-        yield f"  pass@k counts answers that earn {least:g} or more, and the best earned {most:g}; to count from another " \
-              f"reward on:  --set nodes.tally.with.threshold={most:g}"
+        yield f"  pass@k counts answers that earn {least:g} or more, and the best earned {most:g}; to count from " \
+              f"another reward on:  --set nodes.tally.with.threshold={most:g}"
 
 
 @dataclass(frozen=True)
