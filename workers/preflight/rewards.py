@@ -53,6 +53,8 @@ _ONE_CALL = 1.0
 _OF_FORM = re.compile(r"raised (?:ValueError|\w*DecodeError|IndexError|KeyError|StopIteration|ZeroDivisionError"
                       r"|(?:AttributeError|TypeError): .*(?:NoneType|not subscriptable|not iterable|indices must))")
 """Failures that may come from the form of a completion alone, where no reference is declared."""
+_OF_MESSAGES = re.compile(r"""\[["'](?:content|role)["']\]""")
+"""What a line has that reads completions as messages, as TRL gives them."""
 _NETWORK = re.compile(r"raised \w*(?:Connect|Timeout|HTTP|URL|SSL|API|gaierror)")
 _SLOW = ("took longer", "was not done", "its module")
 _FORMS = ("{}", r"\boxed{{{}}}", "#### {}", "<think>\n?\n</think>\n<answer>{}</answer>", "```python\n{}\n```")
@@ -294,9 +296,12 @@ class _RewardTrial:
         which = f"{len(failures)} of {len(values)} calls on the first {len(self.records)} records"
         call = "is slow: its first call " * slow
         what = f"{self.name} {call}{reason}{line and f', at {line}'} (in {which}, such as {self.records.location(row)})"
-        of_form = not self.declared and _OF_FORM.match(reason) is not None
+        messages = "indices must" in reason and _OF_MESSAGES.search(line) is not None
+        of_form = not (self.declared or messages) and _OF_FORM.match(reason) is not None
         doubt = bool(self.doubt or slow or of_form or not never or _NETWORK.match(reason))
-        hint = "The run starts without that proof." if slow else "Samples without a reward leave the step."
+        hint = "The run starts without that proof." if slow else "Completions are texts, not lists of messages as in " \
+            'TRL. Write  completion  in place of  completion[0]["content"]' if messages else \
+            "Samples without a reward leave the step."
         yield FailedProof(Diagnostic(what, where, f"{hint} {_NAME_IT}" if of_form and not slow else hint), doubt)
 
     def _right_and_wrong(self, paid: Sequence[_Paid]) -> Iterator[FailedProof]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 
@@ -166,7 +166,7 @@ class _TokenTrial:
         self.given, self.imitates = records, imitates
         self.other = field if field != self.data.answer else ""
         """Field of another answer than the record's, of which the last message is learned."""
-        self.targets = "last" if self.other else self.data.targets
+        self.targets: Literal["last", "all"] = "last" if self.other else self.data.targets
         self.refused: dict[int, str] = {}
         found = [self._render(index) for index in range(len(records))]
         self.records = records.only([index for index, each in enumerate(found) if each])

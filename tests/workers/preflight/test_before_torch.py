@@ -66,6 +66,8 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
                              "attribute 'score', at"),
     "a reward that cannot read what is no number": (MINE(reward("return float(int(completion) == int(answer))")),
                                                     False, "raised ValueError: invalid literal for int()"),
+    "a reward that reads messages": (MINE(reward("return float(completion[0]['content'] == answer)")), True,
+                                     'Write  completion  in place of  completion[0]["content"]'),
     "a reward of a form that nobody knows": (MINE(reward(
         "import json; return float(json.loads(completion)['answer'] == answer)")), False,
         "raised TypeError: 'int' object is not"),
