@@ -25,71 +25,177 @@ from distflow.errors import ColumnError
 from distflow.plan import Layout, RowLineage
 
 _TOLERANCE = 1.01
-"""How much later the last share may be done so that its rows need not cross to another machine."""
-_RUNS = 4
-"""Runs of units that a share gets, from all over the step."""
+"""How much heavier a share may become so that its rows stay together, or need not cross to another machine."""
+
+
+_ROWS = 1.05
+"""How many more units than the mean a share may get so that they stay together."""
+
+_RUNS, _ONE_BY_ONE = 4, 16
+"""Runs of units that a share gets, from all over the step, and units that are placed one by one to even loads out."""
 
 
 def assign(weights: Tensor, shares: int, fixed: Tensor | None = None) -> Tensor:
     """Return the share of each unit, [units] int64, for `weights` [units] of tokens; `fixed` [units]: that it has
-    already, or -1."""
-    return assign_near(weights, [0] * shares, torch.zeros_like(weights), fixed)
+    already, or -1.
+
+    Many units go out in runs or forth and back, at most 1% above the mean; others go longest processing time first
+    (Graham 1969), at most 4/3 of the optimum. Ties go to lower units and shares, so that every rank computes the same.
+    """
+    sizes = weights.numpy()
+    return torch.from_numpy(_assign(sizes, shares, _fixed(sizes, fixed)))
+
+
+def _assign(sizes: np.ndarray, shares: int, fixed: np.ndarray) -> np.ndarray:
+    runs = None if (fixed >= 0).any() else _many(sizes, shares)
+    return _greedy(sizes, shares, fixed) if runs is None else runs
+
+
+def _greedy(sizes: np.ndarray, shares: int, fixed: np.ndarray) -> np.ndarray:
+    """Assign units heaviest first, each to the lightest share; those without weight at last, by number."""
+    free = np.flatnonzero((fixed < 0) & (sizes > 0))
+    units, result = free[_heaviest_first(sizes[free])], fixed.copy()
+    result[units] = _lightest_first(sizes[units], *_taken(sizes, shares, fixed))
+    return _greedy(np.ones_like(sizes), shares, result) if (result < 0).any() else result
+
+
+def _lightest_first(sizes: np.ndarray, loads: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the share of each of `sizes` [units], which descend: the one that is the lightest when its turn comes, of
+    equally light ones that with the fewest units, and of those the first. `loads`, `counts`: [shares]."""
+    shares, most, chosen = len(loads), int(counts.max(initial=0)) + len(sizes) + 1, []
+    heap = [(load * most + count) * shares + share  # one number sorts by all three
+            for share, (load, count) in enumerate(zip(loads.tolist(), counts.tolist()))]
+    heapq.heapify(heap)
+    for size in sizes.tolist():
+        chosen.append(heap[0] % shares)
+        heapq.heapreplace(heap, heap[0] + (size * most + 1) * shares)
+    return np.array(chosen, np.int64)
+
+
+def _many(sizes: np.ndarray, shares: int) -> np.ndarray | None:
+    """Assign many units without placing each: runs of as many units, else of as many tokens, where shares then differ
+    little in both; else forth and back. None if there are too few, or a share gets too heavy."""
+    if len(sizes) // shares <= _ONE_BY_ONE:
+        return None
+    heavy, most = int(sizes.sum()) / shares * _TOLERANCE, np.ceil(len(sizes) / shares * _ROWS)
+    for weights in (np.ones_like(sizes), sizes):
+        runs = _cut(sizes, weights, shares)
+        if _heaviest(sizes, runs, shares) <= heavy and np.bincount(runs).max() <= most:
+            return runs
+    dealt = _deal(sizes, shares)
+    return dealt if _heaviest(sizes, dealt, shares) <= heavy else None
+
+
+def _cut(sizes: np.ndarray, weights: np.ndarray, shares: int) -> np.ndarray:
+    """Deal out runs of units of as much weight, since rows that stay together move at once, but the last of each share
+    one by one."""
+    ends, runs = weights.cumsum(), shares * _RUNS
+    twice = 2 * int(ends[-1])  # products with it may exceed 64 bits
+    first = np.searchsorted(2 * ends - weights, [-(-run * twice // runs) for run in range(runs)])  # by a unit's middle
+    result = np.repeat(np.arange(runs) % shares, np.diff(first, append=len(sizes)))
+    last = np.bincount(result, minlength=shares).cumsum()[:, None] - np.arange(1, _ONE_BY_ONE + 1)
+    result[_stable_order(result, shares)[np.maximum(last, 0)]] = -1
+    return _greedy(sizes, shares, result)
+
+
+def _deal(sizes: np.ndarray, shares: int) -> np.ndarray:
+    """Deal units forth and back, heaviest first, but the lightest one by one."""
+    many, there = len(sizes) // shares // 2 * 2 - _ONE_BY_ONE, np.arange(shares)
+    result = np.full(len(sizes), -1)
+    result[_heaviest_first(sizes)[: many * shares]] = np.tile(np.concatenate([there, there[::-1]]), many // 2)
+    return _greedy(sizes, shares, result)
 
 
 def assign_near(weights: Tensor, machines: Sequence[int], at: Tensor, fixed: Tensor | None = None,
                 parts: Sequence[int] = ()) -> Tensor:
-    """Assign units longest processing time first (Graham 1969), at most 4/3 of the optimum, leaving as many on their
-    machine as lets the last share be done at most 1% later. Ties go to lower units and shares, so that every rank
-    computes the same.
+    """Assign units as `assign` does, at most 1% heavier, leaving as many as that allows on their machine.
 
     `machines`: [shares]; `at`: [units], -1 if it does not matter; `parts`: [shares], the work that each is to have, in
-    proportion (Gonzalez, Ibarra and Sahni 1977). Each machine fills its shares; the rest goes to any.
+    proportion. Each machine fills its shares, as `assign` would; the rest goes to the lightest share of all.
     """
-    near = np.full(len(weights), -1) if fixed is None else fixed.numpy().copy()
-    return torch.from_numpy(_assign_near(weights.numpy(), np.array(machines), at.numpy(), near, parts))
+    sizes = weights.numpy()
+    return torch.from_numpy(_assign_near(sizes, np.array(machines), at.numpy(), _fixed(sizes, fixed), parts))
 
 
 def _assign_near(sizes: np.ndarray, machine_of: np.ndarray, located: np.ndarray, near: np.ndarray,
                  parts: Sequence[int]) -> np.ndarray:
-    due, anywhere, everywhere = np.array(parts or [1] * len(machine_of)), near.copy(), np.ones(len(sizes), bool)
-    latest = _soonest(sizes, everywhere, anywhere, due)
+    if parts:
+        return _assign_to_unlike_shares(sizes, machine_of, located, near, np.array(parts))
+    shares, anywhere = len(machine_of), _assign(sizes, len(machine_of), near)
     if (machine_of == machine_of[0]).all():
         return anywhere
-    for machine in np.unique(machine_of):
-        _soonest(sizes, located == machine, near, np.where(machine_of == machine, due, 0), latest * _TOLERANCE)
-    return near if _soonest(sizes, everywhere, near, due) <= latest * _TOLERANCE else anywhere
+    heaviest = _heaviest(sizes, anywhere, shares)
+    bound = int(heaviest * _TOLERANCE)
+    _fill_machines(sizes, machine_of, located, near, heaviest, bound)
+    rest = _greedy(sizes, shares, near) if (near < 0).any() else near
+    return rest if _heaviest(sizes, rest, shares) <= bound else anywhere
 
 
-def _soonest(sizes: np.ndarray, those: np.ndarray, result: np.ndarray, parts: np.ndarray,
-             limit: float = np.inf) -> float:
-    """Assign those units in `result` that have no share, heaviest first, each to the share that is done first with it.
-    Those that no share can finish by `limit` stay without; with no limit, units without weight come last, by number.
-    Equally heavy units of a share are runs of neighbours, which move at once. Return when the last share is done."""
-    numbers = np.ones_like(sizes)
-    for weights, some in ((sizes, those & (sizes > 0)), (numbers, those)) if limit == np.inf else ((sizes, those),):
-        loads, counts = (_loads(each, result, len(parts)).tolist() for each in (weights, numbers))
-        alike = [(part, [(loads[share], counts[share], share) for share in np.flatnonzero(parts == part).tolist()])
-                 for part in np.unique(parts[parts > 0]).tolist()]
-        for _, heap in alike:
-            heapq.heapify(heap)
-        units = np.flatnonzero(some & (result < 0)) if alike else numbers[:0]
-        units = units[np.argsort(-weights[units], kind="stable")]
-        chosen = np.full(len(units), -1)
-        for turn, size in enumerate(weights[units].tolist()):
-            part, heap = alike[0] if len(alike) == 1 else min(
-                alike, key=lambda each: ((each[1][0][0] + size) / each[0], each[1][0][1:]))
-            load, count, share = heap[0]
-            if load + size <= limit * part:
-                chosen[turn] = share
-                heapq.heapreplace(heap, (load + size, count + 1, share))
-        runs = np.arange(len(units)) * _RUNS // max(len(units), 1)
-        result[units] = chosen[np.lexsort((chosen % (len(parts) + 1), runs, -weights[units]))]
-    return float((_loads(sizes, result, len(parts))[parts > 0] / parts[parts > 0]).max(initial=0))
+def _fill_machines(sizes: np.ndarray, machine_of: np.ndarray, located: np.ndarray, near: np.ndarray, heaviest: int,
+                   bound: int) -> None:
+    """Assign units in `near` to shares of their own machine, as long as none exceeds `bound`."""
+    loads, counts = _taken(sizes, len(machine_of), near)
+    free = np.flatnonzero(near < 0)
+    free = free[np.argsort(located[free], kind="stable")]
+    machines, begins = np.unique(located[free], return_index=True)
+    shares_of = {machine: np.flatnonzero(machine_of == machine) for machine in np.unique(machine_of).tolist()}
+    for machine, own in zip(machines.tolist(), np.split(free, begins[1:])):
+        if (there := shares_of.get(machine)) is not None:
+            taken = list(zip(loads[there].tolist(), counts[there].tolist(), there.tolist()))
+            near[own] = _fit_on_own_machine(sizes[own], taken, heaviest, bound)
+
+
+def _fit_on_own_machine(sizes: np.ndarray, taken: list[tuple[int, int, int]], heaviest: int, bound: int) -> np.ndarray:
+    """Return the shares of a machine's units; -1: does not fit. `taken`: (load, units, share)."""
+    result = np.full(len(sizes), -1)
+    if not any(count for _, count, _ in taken):
+        fitting = sizes[: np.searchsorted(sizes.cumsum(), heaviest * len(taken), side="right")]
+        runs = _many(fitting, len(taken))
+        if runs is not None and _heaviest(fitting, runs, len(taken)) <= bound:
+            result[: len(fitting)] = np.array([share for *_, share in taken])[runs]
+            return result
+    heapq.heapify(taken)
+    for unit in _heaviest_first(sizes).tolist():
+        size = int(sizes[unit])
+        load, count, share = taken[0]
+        if load + size <= bound:
+            result[unit] = share
+            heapq.heapreplace(taken, (load + size, count + 1, share))
+    return result
+
+
+def _heaviest_first(sizes: np.ndarray) -> np.ndarray:
+    """Sort units by size, ties by number. Numbers made of both sort in a third of the time of a stable order."""
+    numbers = (sizes.max(initial=0) - sizes) * len(sizes) + np.arange(len(sizes))
+    numbers.sort()
+    return numbers % max(len(sizes), 1)
+
+
+def _stable_order(numbers: np.ndarray, below: int) -> np.ndarray:
+    """Sort by small numbers, all `below` some number: as small types they are sorted in one pass."""
+    return np.argsort(numbers.astype(np.min_scalar_type(below)), kind="stable")
+
+
+def _ascending(numbers: np.ndarray) -> np.ndarray:
+    return np.argsort(numbers) if (numbers[1:] < numbers[:-1]).any() else np.arange(len(numbers))
+
+
+def _fixed(sizes: np.ndarray, fixed: Tensor | None) -> np.ndarray:
+    return np.full(len(sizes), -1) if fixed is None else fixed.numpy().copy()
+
+
+def _taken(sizes: np.ndarray, shares: int, fixed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and units of each share [shares]."""
+    number = fixed + 1  # 0 of those that have none yet
+    return _loads(sizes, number, shares + 1)[1:], np.bincount(number, minlength=shares + 1)[1:]
 
 
 def _loads(sizes: np.ndarray, shares_of: np.ndarray, shares: int) -> np.ndarray:
-    """Return the tokens of each share [shares]; units of share -1 have none yet."""
-    return np.bincount(shares_of + 1, sizes, shares + 1)[1:].astype(np.int64)
+    return np.bincount(shares_of, sizes, shares).astype(np.int64)
+
+
+def _heaviest(sizes: np.ndarray, shares_of: np.ndarray, shares: int) -> int:
+    return int(_loads(sizes, shares_of, shares).max())
 
 
 def imbalance(sizes: np.ndarray, shares_of: np.ndarray, shares: int, parts: Sequence[int] = ()) -> float:
@@ -98,6 +204,50 @@ def imbalance(sizes: np.ndarray, shares_of: np.ndarray, shares: int, parts: Sequ
     due = np.array(parts or [1] * shares)
     total, most = int(loads.sum()), float((loads[due > 0] / due[due > 0]).max())
     return most * int(due.sum()) / total if total else 1.0
+
+
+def _assign_to_unlike_shares(sizes: np.ndarray, machines: np.ndarray, located: np.ndarray, near: np.ndarray,
+                             parts: np.ndarray) -> np.ndarray:
+    """Assign units to unlike shares: each to the one that then finishes its load first (Gonzalez, Ibarra and Sahni
+    1977), preferring one on the unit's machine that finishes before the last one anyway."""
+    on_one_machine, by_size = (machines == machines[0]).all(), _heaviest_first(sizes)
+    runs = _cut_uneven(sizes, parts) if on_one_machine and not (near >= 0).any() else None
+    if runs is not None:
+        return runs
+    order, anywhere = by_size[near[by_size] < 0], near.copy()
+    latest = _soonest(sizes, order, anywhere, parts)
+    if on_one_machine:
+        return anywhere
+    for machine in np.unique(machines):
+        there = np.where(machines == machine, parts, 0)
+        own = order[located[order] == machine]
+        if there.any():
+            _soonest(sizes, own, near, there, latest * _TOLERANCE)
+    rest = order[near[order] < 0]
+    return near if _soonest(sizes, rest, near, parts) <= latest * _TOLERANCE else anywhere
+
+
+def _cut_uneven(sizes: np.ndarray, parts: np.ndarray) -> np.ndarray | None:
+    runs = _many(sizes, int(parts.sum()))
+    if runs is None:
+        return None
+    result = np.repeat(np.arange(len(parts)), parts)[runs]
+    due = parts * (int(sizes.sum()) / int(parts.sum()) * _TOLERANCE)
+    return result if (_loads(sizes, result, len(parts)) <= due).all() else None
+
+
+def _soonest(sizes: np.ndarray, units: np.ndarray, result: np.ndarray, parts: np.ndarray,
+             limit: float = np.inf) -> float:
+    """Assign `units` in `result`, but those that no share can finish by `limit`; return when the last finishes."""
+    some = np.flatnonzero(parts)
+    loads, due = _loads(sizes[result >= 0], result[result >= 0], len(parts))[some].astype(float), parts[some]
+    for unit in units:
+        done = (loads + sizes[unit]) / due
+        share = int(done.argmin())
+        if done[share] <= limit:
+            result[unit] = some[share]
+            loads[share] += sizes[unit]
+    return float((loads / due).max())
 
 
 _NOTHING = np.empty((0, 4), dtype=np.int64)
@@ -130,7 +280,7 @@ class ShardAssignment(NamedTuple):
 
     def of_finer(self, ids: np.ndarray, times: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (row, share) of each of the rows `ids`, of which `times` stem from one unit; by id."""
-        order = np.argsort(ids)
+        order = _ascending(ids)
         units = ids[order] // times if times > 1 else ids[order]
         if np.array_equal(units, self.units):  # the usual case: one row a unit
             return order, self.shares
@@ -214,9 +364,15 @@ class RowCounts:
 def _merged(table: np.ndarray, machines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Merge rows of equal (level, unit), ascending: tokens are added, the machine is that of the most tokens. `table`:
     [rows, (level, unit, tokens, owner)]; `machines`: [rows]."""
-    order = np.lexsort((table[:, 2], table[:, 1], table[:, 0]))
-    table = table[order]
-    first = np.flatnonzero(np.concatenate([[True], (np.diff(table[:, :2], axis=0) != 0).any(1)])[: len(table)])
-    last = np.append(first, len(table))[1:] - 1
+    numbers = table[:, 0] * (table[:, 1].max(initial=0) + 1) + table[:, 1]
+    if (numbers[1:] > numbers[:-1]).all():
+        return table, machines
+    order = np.argsort(numbers)
+    repeated = np.diff(numbers[order]) == 0
+    if not repeated.any():
+        return np.take(table, order, axis=0), machines[order]
+    order = np.lexsort((table[:, 2], numbers))
+    table, first = table[order], np.flatnonzero(np.concatenate([[True], ~repeated]))
+    last = np.concatenate([first[1:], [len(table)]]) - 1
     return np.stack([*table[first, :2].T, np.add.reduceat(table[:, 2], first), np.maximum.reduceat(table[:, 3], first)],
                     axis=1), machines[order[last]]

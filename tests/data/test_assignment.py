@@ -17,17 +17,28 @@ def loads_of(weights: list[int], shares_of: list[int], shares: int) -> list[int]
     return [sum(weight for weight, share in zip(weights, shares_of) if share == one) for one in range(shares)]
 
 
-def with_runs(weights: list[int], units: list[int], chosen: list[int]) -> None:
-    """Deal out the shares of equally heavy `units`, in order, within each quarter of all; of those without one last."""
-    for _, alike in itertools.groupby(enumerate(units), key=lambda unit: (weights[unit[1]], unit[0] * 4 // len(units))):
-        own = [unit for _, unit in alike]
-        shares = sorted((chosen[unit] for unit in own), key=lambda share: (share < 0, share))
-        for unit, share in zip(own, shares):
-            chosen[unit] = share
+def optimum(weights: list[int], shares: int) -> int:
+    ways = itertools.product(range(shares), repeat=len(weights))
+    return min(max(loads_of(weights, chosen, shares)) for chosen in ways)
 
 
-def heaviest_first(weights: list[int], chosen: list[int]) -> list[int]:
-    return sorted((unit for unit, one in enumerate(chosen) if one < 0), key=lambda unit: (-weights[unit], unit))
+@QUIET
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=7), st.integers(1, 3))
+def test_the_heaviest_share_is_within_four_thirds_of_the_optimum(weights, shares):
+    chosen = assign(torch.tensor(weights), shares).tolist()
+    assert all(0 <= share < shares for share in chosen)
+    assert 3 * max(loads_of(weights, chosen, shares)) <= (4 - 1 / shares) * optimum(weights, shares) + 1e-9
+
+
+@QUIET
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.integers(1, 6))
+def test_no_share_is_left_without_units_if_there_are_enough(weights, shares):
+    """Units without weight too: they are balanced by number."""
+    chosen = assign(torch.tensor(weights), shares).tolist()
+    assert len(set(chosen)) == min(shares, len(weights)) or 0 in weights
+    if set(weights) == {0}:
+        counts = [chosen.count(share) for share in range(shares)]
+        assert max(counts) - min(counts) <= 1
 
 
 def one_by_one(weights: list[int], shares: int, fixed: list[int]) -> list[int]:
@@ -36,11 +47,11 @@ def one_by_one(weights: list[int], shares: int, fixed: list[int]) -> list[int]:
     for sizes in (weights, [1] * len(weights)):  # units without weight at last, by number
         loads = {share: [sum(size for size, one in zip(sizes, chosen) if one == share), chosen.count(share), share]
                  for share in range(shares)}
-        for unit in (units := [unit for unit in heaviest_first(sizes, chosen) if sizes[unit]]):
+        for unit in sorted((unit for unit, one in enumerate(chosen) if one < 0 and sizes[unit]),
+                           key=lambda unit: (-sizes[unit], unit)):
             lightest = min(loads.values())
             chosen[unit] = lightest[2]
             lightest[:2] = lightest[0] + sizes[unit], lightest[1] + 1
-        with_runs(sizes, units, chosen)
     return chosen
 
 
@@ -63,14 +74,11 @@ def near_one_by_one(weights: list[int], machines: list[int], at: list[int], fixe
     shares, chosen, anywhere = range(len(machines)), list(fixed), one_by_one(weights, len(machines), fixed)
     bound = int(1.01 * max(loads_of(weights, anywhere, len(machines))))
     loads = [[load, chosen.count(share)] for share, load in zip(shares, loads_of(weights, chosen, len(machines)))]
-    free = heaviest_first(weights, chosen)
-    for unit in free:
+    for unit in sorted((unit for unit, one in enumerate(chosen) if one < 0), key=lambda unit: (-weights[unit], unit)):
         there = [(*loads[share], share) for share in shares if machines[share] == at[unit]]
         if there and min(there)[0] + weights[unit] <= bound:
             chosen[unit] = share = min(there)[2]
             loads[share][0], loads[share][1] = loads[share][0] + weights[unit], loads[share][1] + 1
-    for machine in {*at}:
-        with_runs(weights, [unit for unit in free if at[unit] == machine], chosen)
     chosen = one_by_one(weights, len(machines), chosen)
     return chosen if max(loads_of(weights, chosen, len(machines))) <= bound else anywhere
 
@@ -89,9 +97,44 @@ def test_units_stay_on_their_machine_while_its_shares_have_room(spread, settled)
     assert near == near_one_by_one(weights, machines, at, fixed)
 
 
-def test_equally_heavy_units_stay_together():
-    """In a run from each quarter of the step, so that what producers have is spread."""
-    assert assign(torch.full((16,), 3), 2).tolist() == [0, 0, 1, 1] * 4
+def most_rows(chosen: torch.Tensor, shares: int) -> float:
+    """Rows of the fullest share over the mean."""
+    return int(chosen.bincount(minlength=shares).max()) * shares / len(chosen)
+
+
+@pytest.mark.parametrize("shares", [2, 8])
+@pytest.mark.parametrize("weights", [torch.arange(4000) * 7919 % 2000 + 1, torch.full((4000,), 3),
+                                     torch.arange(4000) * 7919 % 2000 + torch.arange(4000) // 40])
+def test_many_units_stay_together(weights, shares):
+    """All but the last of each share, which even the loads out."""
+    chosen = assign(weights, shares)
+    assert set(chosen.tolist()) == set(range(shares))
+    assert int((chosen.diff() != 0).sum()) < 40 * shares
+    assert imbalance(weights, chosen, shares) < 1.01
+
+
+@pytest.mark.parametrize("weights", [
+    (torch.randn(256, generator=torch.Generator().manual_seed(1)).exp() * 300).long(), torch.arange(4000),
+    torch.tensor([10, 1000]).repeat_interleave(2000), (torch.arange(4400) >= 4000).long()],
+    ids=["long tail", "sorted", "short, then long", "without weight, then with"])
+def test_shares_have_as_many_rows_where_weights_are_unlike(weights):
+    chosen = assign(weights, 8)
+    assert most_rows(chosen, 8) < 1.06
+    assert imbalance(weights, chosen, 8) < 1.01
+
+
+@QUIET
+@given(st.integers(2, 8), st.integers(17, 80), st.sampled_from([(1, 9), (0, 9), (0, 1), (0, 2000)]), st.booleans(),
+       st.integers(0, 99))
+def test_many_units_are_even_in_rows_too(shares, times, between, ordered, seed):
+    """In tokens within a unit of the mean, in rows within those that are placed one by one."""
+    low, high = between
+    weights = torch.randint(low, high + 1, (shares * times + seed % shares,),
+                            generator=torch.Generator().manual_seed(seed))
+    weights = weights.sort().values if ordered else weights
+    chosen = assign(weights, shares)
+    assert imbalance(weights, chosen, shares) * weights.sum() <= 1.01 * weights.sum() + high * shares
+    assert int(chosen.bincount().max()) <= 1.05 * len(weights) / shares + 5
 
 
 @QUIET
@@ -103,6 +146,16 @@ def test_staying_near_costs_no_balance(units):
     far = assign(weights, 4, fixed)
     assert torch.equal(near[fixed >= 0], fixed[fixed >= 0])
     assert imbalance(weights, near, 4) <= 1.01 * imbalance(weights, far, 4)
+
+
+def test_rows_stay_on_their_machine_unless_it_has_too_many():
+    """Four machines of four shares; even rows need not cross, and of a machine with half of all rows, half must."""
+    weights = torch.randint(100, 1000, (2000,), generator=torch.Generator().manual_seed(1))
+    machines = [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    for at, expected in ((torch.arange(2000) % 4, 0.02), (torch.arange(2000).clamp(max=1999) // 333 % 6 % 4, 0.18)):
+        here = torch.tensor(machines)[assign_near(weights, machines, at)]
+        assert float(weights[here != at].sum() / weights.sum()) < expected
+        assert float(weights[torch.tensor(machines)[assign(weights, 16)] != at].sum() / weights.sum()) > 0.7
 
 
 @QUIET
