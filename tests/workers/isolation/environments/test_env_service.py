@@ -133,7 +133,7 @@ def test_env_service_drops_kept_steps_that_no_client_resumes(open_service, tmp_p
         phase()
     with service.client() as last:
         assert answers(last, {4: "hello"}, question=other) == {4: Turn("at last", True, 1.0)}
-        assert [len(each.episodes) for each in service.pool.children] == [1]
+        assert sum(len(each.episodes) for each in service.pool.children) == 1
 
 
 def test_env_service_repeats_failed_steps(open_service):
