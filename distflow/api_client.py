@@ -266,6 +266,8 @@ class TrainingClient:
                 continue
             if reply.status_code == httpx.codes.ACCEPTED:
                 until = time.monotonic() + self._seconds  # it is at work
+            elif reply.status_code == httpx.codes.GATEWAY_TIMEOUT:
+                why = "the body came too slowly"
             elif reply.status_code == httpx.codes.OK:
                 return msgpack.unpackb(reply.content, strict_map_key=False)
             elif reply.status_code == httpx.codes.CONFLICT:

@@ -276,6 +276,9 @@ class _Tracer:
             what = (f"node `{node}`: function `{self.bound[node].name}` wants column `{column}` as "
                     f"{plain_form(wanted)}, but {writer} gives {given}")
             hint = "Ragged: one row of values per sample. Tensor: one value per sample. list[str]: text."
+            if producer == SOURCE and column in self.spec.run.data.columns and given == "Ragged":
+                hint += f"\nAnother node reads field `{column}` as tokens, and a field has one form. Read it as " \
+                        "Ragged too, or the texts of that node's `completions`."
             self.mistakes.append(Diagnostic(what, self._spot(node), hint))
 
     def _check_requirements(self, node: str, read: set[str]) -> None:

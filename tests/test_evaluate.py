@@ -7,6 +7,7 @@ import shutil
 import subprocess
 
 import pytest
+import torch
 import yaml
 from harness import ROOT, environment, lines_of
 
@@ -66,6 +67,8 @@ def test_several_samples_give_pass_at_k(launch, workspace, distflow):
     assert shown["pass@1"] <= shown["pass@2"] <= shown["pass@3"]
     assert {"pass@1", "pass@2", "pass@3", "mean@3"} == set(shown)
     assert "pass@k counts answers that earn 0.1 or more, and the best earned " in behind
+    last = (workspace / "runs/evaluate-heldout-1/metrics.jsonl").read_text().splitlines()[-1]
+    assert torch.tensor(json.loads(last)["reward/max"]) >= float(behind.split("threshold=")[1])
 
 
 def test_a_run_that_has_not_finished_is_exported_first(launch, workspace, distflow):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
 import yaml
 from pydantic import ValidationError
 
@@ -172,9 +172,10 @@ def _report(result: dict[str, Any]) -> Iterator[str]:
     yield from table(rows)
     yield "  ranges: 95% confidence, problems being the sample"
     least, most = result["threshold"], result["highest_reward"]
-    if most and not math.isclose(least, most, rel_tol=1e-6):
-        yield f"  pass@k counts answers that earn {least:g} or more, and the best earned {most:g}; to count from " \
-              f"another reward on:  --set nodes.tally.with.threshold={most:g}"
+    if most and numpy.float32(least) != numpy.float32(most):  # as `tally` compares
+        shown = numpy.float32(most)  # its text is the shortest one of this number
+        another = f"; to count from another reward on:  --set nodes.tally.with.threshold={shown}" if most > 0 else ""
+        yield f"  pass@k counts answers that earn {least:g} or more, and the best earned {shown}{another}"
 
 
 @dataclass(frozen=True)

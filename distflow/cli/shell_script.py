@@ -12,7 +12,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 
-_BALANCED = r"(?:[^()]|\([^()]*\))*"
+_BALANCED = r"[^()]*"
+for _ in range(8):  # parentheses within each other
+    _BALANCED = rf"(?:[^()]|\({_BALANCED}\))*"
 _PIECE = re.compile(rf"""
     (?<![^\s;|&()])(?P<comment>\#[^\n]*)   | (?P<blank>[ \t]+)   | (?P<end>[\n;|&()])
     | '(?P<literal>[^']*)'?   | \\(?P<escaped>.)   | "(?P<quoted>(?:\\[\s\S]|\$\({_BALANCED}\)|[^"\\])*)"?
@@ -84,7 +86,8 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
 
 def _computed(expression: str) -> str | None:
     """Return the value of an arithmetic expression of the shell; None if it is more than sums and products."""
-    if re.fullmatch(r"[\d\s+*/%()-]+", expression) and not _POWERS.search(expression):
-        with contextlib.suppress(SyntaxError, ArithmeticError, TypeError):
+    rounds = "-" in expression and re.search("[/%]", expression)  # a shell towards zero, Python downwards
+    if re.fullmatch(r"[\d\s+*/%()-]+", expression) and not (_POWERS.search(expression) or rounds):
+        with contextlib.suppress(SyntaxError, ArithmeticError, TypeError, ValueError):
             return str(int(eval(expression.strip().replace("/", "//"))))
     return None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
+
 from distflow.errors import InvalidInput
 
 _OPTIONS = {"DAG": "--dag", "run file": "--run-file", "cluster": "--cluster"}  # of `distflow` and `launch.py` alike
 
 
-def given_as(kind: str, name: str, wrong: str) -> str:
-    """Return the options that give a file of a kind as such, where it was given as of a `wrong` one."""
-    return f"{'--dag grpo ' * (wrong == 'DAG')}{_OPTIONS[kind]} {name}"
+def given_as(kind: str, name: str, wrong: str, dag: str = "grpo") -> str:
+    """Return the options that give a file of a kind as such, where it was given as of a `wrong` one; in place of the
+    DAG, `dag`."""
+    return f"{f'--dag {shlex.quote(dag)} ' * (wrong == 'DAG')}{_OPTIONS[kind]} {shlex.quote(name)}"
 
 
 def span_of(machines: str) -> tuple[int, int]:

@@ -129,21 +129,22 @@ def reload(folder: Path, overrides: list[str] | None = None, cluster: str | None
 
 def _wrong_kinds(sources: dict[str, YamlSource | None], dag: str) -> list[Diagnostic]:
     """Return a mistake for each file that is of another kind than the one it was given as, by its top-level keys."""
-    mistakes = []
-    for kind, source in sources.items():
+    mistakes, swapped = [], "grpo"
+    for kind, source in [*sources.items()][::-1]:  # the DAG comes first, and is last
         if source is None:
             continue
         keys = {other: [key for key in source.data if key in own] for other, own in _KINDS.items()}
         likely = max(keys, key=lambda other: len(keys[other]))
         if not keys[kind] and keys[likely]:
+            swapped = source.file if likely == "DAG" else swapped
             has = ", ".join(f"`{key}`" for key in keys[likely])
-            hint = f"Instead:  {given_as(likely, source.file, kind)}"
+            hint = f"Instead:  {given_as(likely, source.file, kind, swapped)}"
             if kind == "DAG" and (SHIPPED / f"{dag}.yaml").is_file():
                 hint = "A file here comes before the shipped DAG of its name. Rename it:  mv " \
                        f"{dag}.yaml {dag}_{likely.split()[0]}.yaml"
             mistakes.append(Diagnostic(f"this is a {likely}, given as the {kind}: it has {has}",
                                        source.location((keys[likely][0],), key=True), hint))
-    return mistakes
+    return mistakes[::-1]
 
 
 def _check_names(dag: Dag, source: YamlSource) -> list[Diagnostic]:

@@ -102,6 +102,7 @@ OLDER_KEYS: dict[str, tuple[Reading, str]] = {
     "paths": (_read_paths, "Instead, by the names of two places:  links: {EAST-WEST: {gb_s: …}}"),
     "paths.*.efficiency": (_if_was(None), _MEASURED),
     "ranks": (_if_was(None), "Instead:  --ranks N  , or  ranks: N  in the run file."),
+    "robust.detectors.gradient_vanishes": (lambda action, _: {"policy_stuck": action}, "Instead:  policy_stuck"),
     "robust.detectors.weight_decay": (lambda action, _: {"unusual_setting": action}, "Instead:  unusual_setting"),
     "robust.neighbour": (_LOCAL, "Instead:  snapshots: local"),
     "robust.peer_replica": (_LOCAL, "Instead:  snapshots: local"),

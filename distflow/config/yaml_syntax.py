@@ -7,6 +7,7 @@ other, until the text can be read further: that mistake is told.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -158,17 +159,19 @@ _RULES: tuple[Rule, ...] = (
       for spaces in ("  ", "")),
     _line(_OPEN_QUOTE, "", _QUOTE + r"(?P<text>[^,}\]]*?)(?=\s*(?:[,}\]]|\s#|$))", _QUOTED),
     _line(_OPEN_QUOTE, "", _QUOTE + r"(?P<text>.*?)(?=\s*(?:\s#.*)?$)", _QUOTED),
-    _line("`[` is opened in column {column}, and closed by another sign here", "`[` is closed by `]`.",
-          r"(?P<text>\[[^][{}]*)(?P<here>\})", r"\g<text>]\g<here>"),
-    _line("`{{` is opened in column {column}, and closed by another sign here", "`{` is closed by `}`.",
-          r"(?P<text>\{[^][{}]*)(?P<here>\])", r"\g<text>}\g<here>"),
+    *(_line("`[` is opened in column {column}, and closed by another sign here", "`[` is closed by `]`.",
+          r"(?P<text>\[[^][{}]*)(?P<here>\})", mended)
+      for mended in (r"\g<text>]\g<here>", r"\g<text>]")),
+    *(_line("`{{` is opened in column {column}, and closed by another sign here", "`{` is closed by `}`.",
+            r"(?P<text>\{(?:[^][{}]|\{[^][{}]*\})*)(?P<here>\])", mended)
+      for mended in (r"\g<text>}\g<here>", r"\g<text>}")),
     _open_bracket,
     _line("a backslash in double quotes begins an escape, and this is none", "In single quotes a backslash stands for "
           "itself.", r'"(?P<text>[^"\\]*)(?P<here>\\)(?P<more>[^"]*)"', r"'\g<text>\\\g<more>'"),
     _line(*_COMMA, r"""(?P<text>[{\[].*?[^,{\[:\s])\s+(?P<here>[\w"'.-]+\s*:)""", r"\g<text>, \g<here>"),
     _line(*_COMMA, r"""(?P<text>[{\[].*?["'\]}])\s+(?P<here>[\w"'{\[])""", r"\g<text>, \g<here>"),
     _line("a quote stands within these quotes", "Put single quotes around a text with double ones.",
-          r"""\"(?P<text>[^"']*(?P<here>")[^']*)\"""", r"'\g<text>'"),
+          r"""\"(?P<text>[^"']*(?P<here>")[^',]*)\"(?=\s*(?:[,}\]]|$))""", r"'\g<text>'"),
     _line("a second colon stands in this value", "A text with a colon and a space in it needs quotes.",
           _KEY + r"""(?P<text>[^"'{\[\s].*?(?P<here>:)(?:\s.*)?)$""",
           lambda has: has["key"] + '"' + has["text"].rstrip().replace('"', '\\"') + '"'),
@@ -199,7 +202,8 @@ def explain(error: yaml.MarkedYAMLError, lines: list[str], file: str) -> Diagnos
     began = error.context_mark or mark
     found = _Found(str(error.problem), (mark.line, mark.column), (began.line, began.column), lines)
     tried = (edit for rule in _RULES for edit in rule(found)) if sum(map(len, lines)) < _TRIED else ()
-    edit = next((edit for edit in tried if _reads_on(edit, found)), None)
+    most = 20 + 2 * _TRIED // (sum(map(len, lines)) + 1)  # each is read again, as long as the text is
+    edit = next((edit for edit in itertools.islice(tried, most) if _reads_on(edit, found)), None)
     if edit is None:
         line, words = min(mark.line, max(len(lines) - 1, 0)), ": ".join(filter(None, [error.context, error.problem]))
         edit = _Edit("YAML cannot read this", f"Its parser says: {words}.", line, mark.column * (line == mark.line), 0,
@@ -217,7 +221,9 @@ def _reads_on(edit: _Edit, found: _Found) -> bool:
     try:
         yaml.compose("\n".join([*found.lines[: edit.first], *edit.lines, *found.lines[end:]]), Loader=BoundedLoader)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+        mark, began = error.problem_mark or error.context_mark, error.context_mark
+        if began and began.line < end and re.search("flow|quoted", error.context or ""):
+            return False  # the correction leaves something open
         return mark is not None and mark.line >= end and (error.problem, (mark.line, mark.column)) != (found.problem,
                                                                                                     found.at)
     except yaml.reader.ReaderError:

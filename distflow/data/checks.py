@@ -125,12 +125,13 @@ def reads_answers(spec: Spec, validation: bool = False) -> bool:
 
 def imitated_fields(spec: Spec) -> set[str]:
     """Return the fields of the data whose text becomes tokens: the answer where a node reads it as `targets`, and
-    columns that a node with a model reads itself."""
+    columns that a node with a model reads as tokens."""
     found = {spec.run.data.answer for _, names in _contracts(spec) if _TARGETS in names}
     for node in spec.dag.nodes.values():
         contract = contract_of(spec, node)
         if contract and contract.marks.type in ENGINE_TYPES:
-            found |= {node.reads.get(read.name, read.name) for read in contract.reads} & {*spec.run.data.columns}
+            found |= {node.reads.get(read.name, read.name) for read in contract.reads
+                      if "Ragged" in read.form.split(" | ")} & {*spec.run.data.columns}
     return found
 
 

@@ -337,13 +337,14 @@ class Dataloader:
     def _compare_files(self, before: DataFiles, alone: bool) -> None:
         """Say which files are others than those of the state, and where training continues. A single training set with
         another number of records may begin a new pass."""
+        single = self._is_one and not self.records.since  # since the run began
         for name, resized, how in changes(before, self.files):
             held_out = name.startswith(HELD_OUT)
-            if resized and not held_out and alone and self._is_one:
+            if resized and not held_out and alone and single:
                 self.position += -self.position % len(self.records)
             where = f"Training continues at record {self.position % len(self.records) + 1:,} of pass " \
                     f"{self.position // len(self.records) + 1:,} over it, in its shuffled order."
-            if not self._is_one:
+            if not single:
                 where = "Training continues at the position that it had in the old one."
             what = f"{name} is not the file that the run began with: it has {how}. " + (
                 "Rewards before and after cannot be compared." if held_out else where)

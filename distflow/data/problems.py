@@ -75,6 +75,8 @@ def conversation_of(record: Record, data: Data, field: str = "") -> list[Message
         answer = [{"role": "assistant", "content": answer_text(answer)}]
     own = answer if begins_with_answer(answer) and answer[:-1] != asked else answer[-1:]
     said = [_message(message, data) for message in own]
+    if field:  # a pair needs both of its answers, whatever they weigh
+        said[-1].pop("weight", None)
     if several or messages[-1]["role"] != "assistant":
         return [*messages, *said]
     begun = f"{content_text(messages[-1].get('content'))}{content_text(said[0].get('content'))}"

@@ -32,6 +32,15 @@ def test_a_script_is_read_as_the_shell_would():
     assert unknown == {"trainer.nnodes": "${NNODES_THAT_NOBODY_SETS}", "trainer.when": "$(date +%s)"}
 
 
+@pytest.mark.parametrize(("value", "read"), [
+    ("$((1+2*(3+(4-1))))", "13"), ("$(dirname $(dirname $(realpath $0)))/x", None), ('$(grep -oP "(?<=(a))b")', None),
+    ("$(( -7 / 2 ))", None), ("$((-7 % 3))", None), ("$((3 - 9))", "-6"), (f"$(({'9' * 49} ** 99))", None)])
+def test_what_follows_an_expansion_of_several_parentheses_is_read(value, read):
+    settings, unknown = shell_settings(f"train a.b={value} c.d=1")
+    assert settings == {"c.d": "1", **({"a.b": read} if read else {})}
+    assert unknown == ({} if read else {"a.b": value})
+
+
 @pytest.mark.parametrize("text", ["a.b='never closed", 'a.b="$(never closed', "a.b=$((1/0))", "a.b=$((x ? 1 : 2))",
                                   "a.b=${unclosed", "a.b=\\"])
 def test_what_no_shell_would_read_ends_nothing(text):

@@ -127,8 +127,9 @@ def test_load_tells_a_run_file_what_is_an_option_of_the_command(tmp_path: Path):
 
 def test_set_reads_older_keys_too():
     spec = load_for_planning("grpo", None, ["data.enable_thinking=false", "all_samples=true", "timeline=true",
-                                            "robust.detectors.weight_decay=stop"])
-    assert spec.run.robust.detectors == {"unusual_setting": "stop"}
+                                            "robust.detectors.weight_decay=stop",
+                                            "robust.detectors.gradient_vanishes=note"])
+    assert spec.run.robust.detectors == {"unusual_setting": "stop", "policy_stuck": "note"}
     assert spec.run.data.chat_template_kwargs == {"enable_thinking": False}
     assert spec.run.samples == "all"
     with pytest.raises(InvalidInput, match="It was removed. Take it out"):

@@ -83,6 +83,7 @@ def test_another_process_describes_a_model_once(cache, describing, monkeypatch):
     assert first is not None
     assert (first.layers, first.hidden, first.vocabulary, first.learned_positions) == (2, 64, 320, 77)
     assert first.parameters == 320 * 64 + 77 * 64 + 2 * (12 * 64 * 64 + 13 * 64) + 2 * 64
+    assert first.linears["transformer.h.0.attn.c_attn"] == 64 + 3 * 64  # which transformers has as Conv1D
     kept, = cache.glob("*.json")
     began = time.perf_counter()
     sizes._answer.cache_clear()

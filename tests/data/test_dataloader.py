@@ -128,6 +128,17 @@ def _stepped(loader: Dataloader) -> Dataloader:
     return loader
 
 
+def test_one_set_of_several_that_has_grown_continues_behind_what_it_has_given(capsys):
+    first, drawn = resumable({"a": 1, "b": 1}), {name: [] for name in SIZES}
+    for _ in range(4):
+        count(first, drawn)
+    size = SIZES["a"] + 9
+    later = Dataloader(Mixture([Numbers(size)], [1], ["a"]), encode, 3, 5, 0, files={"a": [size, "a"]})
+    later.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert later.position == first.position
+    assert "Training continues at the position that it had in the old one." in capsys.readouterr().out
+
+
 def test_a_set_in_another_folder_continues_where_it_stood(capsys):
     first, later = resumable({"a": 1, "b": 1}), resumable({"a": 1, "b": 1})
     steps = [first.next().ids.tolist() for _ in range(4)]

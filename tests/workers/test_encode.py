@@ -228,6 +228,15 @@ def test_answers_of_pairs_are_tokens_with_their_calls_and_thoughts_by_the_chat_t
         assert tokenizer.decode(columns["rejected"].rows[0]) == "Two and two. 4<|im_end|>"
 
 
+def test_a_pair_has_both_answers_whatever_they_weigh():
+    plan = make_plan(load("dpo", "embedded_dpo"), 1)
+    data, tokenizer = Data(train="x", columns={"chosen": "chosen", "rejected": "rejected"}), KINDS["chatml"]()
+    chosen, rejected = ([{"role": "assistant", "content": text, **more}] for text, more in (
+        ("4", {}), ("5", {"weight": 0})))
+    columns = encoder(tokenizer, data, plan=plan)([{"question": "2 + 2?", "chosen": chosen, "rejected": rejected}])
+    assert tokenizer.decode(columns["rejected"].rows[0]) == "5<|im_end|>"
+
+
 def test_answers_of_pairs_lose_what_is_over_their_limit_and_are_counted():
     plan = make_plan(load("dpo", "embedded_dpo"), 1)
     data = Data(train="x", columns={"chosen": "chosen", "rejected": "rejected"}, max_target_tokens=3)

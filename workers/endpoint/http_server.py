@@ -68,6 +68,8 @@ class HttpServer(ABC):
 
     async def _open(self, host: str, port: int) -> int:
         server = _Connections(self, access_log=None, logger=_LOG, auto_decompress=False, max_line_size=1 << 16,
+                              max_field_size=1 << 11,  # of 128: a head without a token holds little memory
+
                               keepalive_timeout=_KEEPALIVE_SECONDS, lingering_time=_DISCARD_SECONDS)
         return (await self.loop.create_server(server, host, port)).sockets[0].getsockname()[1]
 
@@ -109,11 +111,11 @@ class _Connections(web.Server):
 
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
-        self.idle[transport] = None
-        if len(self.connections) > _MAX_CONNECTIONS:
+        if len(self.connections) > _MAX_CONNECTIONS and self.idle:
             oldest = next(iter(self.idle))
             del self.idle[oldest]
             oldest.abort()
+        self.idle[transport] = None
 
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
         self.idle.pop(self._connections.get(handler), None)

@@ -29,6 +29,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.pytorch_utils import Conv1D
 
 from distflow.config.sizes import REFUSED, Attention, Shape
 from distflow.errors import EngineError
@@ -93,7 +94,7 @@ def _sizes(model: PreTrainedModel, config: PretrainedConfig) -> Shape:
         head_norms=any(".q_norm." in name for name in parameters), looked_up=sum(tables.values()),
         learned_positions=_learned_positions(model), weights={name: each.numel() for name, each in parameters.items()},
         linears={name: sum(part.weight.shape) for name, part in model.named_modules()
-                 if isinstance(part, nn.Linear) and part is not head})
+                 if isinstance(part, nn.Linear | Conv1D) and part is not head})
 
 
 def _number(config: PretrainedConfig, names: tuple[str, ...]) -> int:

@@ -165,7 +165,7 @@ def report_ends(mask: Ragged, ours_T: Tensor) -> None:
     """Report how many of the tokens that are the policy's own (`ours_T`) are trained, and how many of the rows that are
     trained are not trained to end: the last of these tokens is masked."""
     trained_B = torch.zeros(len(mask), dtype=torch.bool)
-    trained_B[mask.row_of[mask.values]] = True
+    trained_B[mask.row_of[mask.values & ours_T]] = True
     places_T = torch.arange(len(ours_T)).where(ours_T, 0)
     last_B = torch.zeros(len(mask), dtype=torch.long).scatter_reduce(0, mask.row_of, places_T, "amax")[trained_B]
     current().mean("response/end_untrained", (~mask.values[last_B]).sum(), len(last_B))

@@ -296,7 +296,7 @@ class _RewardTrial:
         which = f"{len(failures)} of {len(values)} calls on the first {len(self.records)} records"
         call = "is slow: its first call " * slow
         what = f"{self.name} {call}{reason}{line and f', at {line}'} (in {which}, such as {self.records.location(row)})"
-        messages = "indices must" in reason and _OF_MESSAGES.search(line) is not None
+        messages = "string indices must" in reason and "completion" in line and _OF_MESSAGES.search(line) is not None
         of_form = not (self.declared or messages) and _OF_FORM.match(reason) is not None
         doubt = bool(self.doubt or slow or of_form or not never or _NETWORK.match(reason))
         hint = "The run starts without that proof." if slow else "Completions are texts, not lists of messages as in " \

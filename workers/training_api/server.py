@@ -94,7 +94,7 @@ class TrainingServer(HttpServer):
         self.known = {id: call for id, call in self.known.items() if call.request.step >= step}
 
     def sender(self, token: str) -> str | None:
-        return token if hmac.compare_digest(token.encode(), self.token.encode()) else None
+        return token if hmac.compare_digest(token.encode(errors="surrogateescape"), self.token.encode()) else None
 
     async def reply(self, sender: str | None, method: str, path: str, headers: Mapping[str, str],
                     body: ReadBody) -> Reply:

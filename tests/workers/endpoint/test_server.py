@@ -369,6 +369,8 @@ def test_endpoint_does_not_read_bodies_without_a_token_or_too_large(endpoint, ro
     assert raw(endpoint, f"GET /v1/nothing HTTP/1.1\r\nHost: a\r\n{key}\r\n").startswith(b"HTTP/1.1 404")
     with contextlib.suppress(ConnectionError):
         assert raw(endpoint, "x" * (1 << 18))[8:].startswith(b" 400")
+    assert raw(endpoint, f"{post}{key}X: {'x' * 2000}\r\nContent-Length: 3\r\n\r\n[1]").count(b"must be a JSON object")
+    assert raw(endpoint, f"{post}{key}X: {'x' * 3000}\r\nContent-Length: 3\r\n\r\n[1]")[8:].startswith(b" 400")
     assert served.chat(*ASKED)[0] == 200
 
 

@@ -20,7 +20,7 @@ from reported import reported
 
 from distflow.data.batch import Ragged
 from distflow.errors import InvalidInput
-from workers.functions.updates import policy_update
+from workers.functions.updates import policy_update, report_ends
 
 LOGITS = (0.3, -0.7, 1.1, 0.0)
 RATE = 0.5
@@ -308,6 +308,13 @@ def test_a_users_loss_that_is_none_is_named_with_its_line(name, said):
     with pytest.raises(InvalidInput) as caught:
         steps_of([row(1.0, [-1.0, -2.0])], loss=f"own_losses:{name}")
     assert f"own_losses.py:{line}: loss `{name}` {said.replace('LINE', str(line))}" in str(caught.value)
+
+
+def test_rows_whose_tokens_were_certain_say_nothing_of_their_ends():
+    """Such a token has the log-probability of one that the policy has not sampled."""
+    mask = Ragged.from_rows([torch.tensor(row, dtype=torch.bool) for row in ([0, 1, 1], [1], [1])], torch.bool)
+    report_ends(mask, torch.tensor([False, True, True, False, False]))
+    assert reported()["response/end_untrained"] == 0.0
 
 
 @pytest.mark.parametrize(("warmup", "updates"), [(0, 4), (2, 4), (3, 0)])

@@ -140,6 +140,9 @@ def test_training_server_needs_a_token_that_only_the_owner_reads(run, tmp_path):
     with pytest.raises(distflow.CallRefused, match=r"the token is not this run's"):
         distflow.training_client(run.server.address, "wrong")
     assert (tmp_path / "training_api.json").stat().st_mode & 0o777 == 0o600
+    with socket.create_connection(("127.0.0.1", run.server.port)) as sender:
+        sender.sendall(b"GET /v1/info HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer \xff\r\n\r\n")
+        assert sender.recv(100).startswith(b"HTTP/1.1 401")
 
 
 def test_training_client_sends_no_step_after_an_unread_failure(run, client):
