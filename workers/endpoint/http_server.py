@@ -69,7 +69,6 @@ class HttpServer(ABC):
     async def _open(self, host: str, port: int) -> int:
         server = _Connections(self, access_log=None, logger=_LOG, auto_decompress=False, max_line_size=1 << 16,
                               max_field_size=1 << 11,  # of 128: a head without a token holds little memory
-
                               keepalive_timeout=_KEEPALIVE_SECONDS, lingering_time=_DISCARD_SECONDS)
         return (await self.loop.create_server(server, host, port)).sockets[0].getsockname()[1]
 
