@@ -2,7 +2,7 @@
 
     record    run the healthy and the planted runs, one after the other, and keep their metrics by step
     unseen    run the planted runs of kinds that no rule was made with; their metrics have a file of their own
-    blind     run those of planted_faults_blind.yaml, healthy ones among them; the same; blind_2 to blind_5
+    blind     run those of planted_faults_blind.yaml, healthy ones among them; the same; blind_2 to blind_6
     open_3    run those that are of the third set and open to all, so that rules may be made with them; the same
     strange   run healthy runs whose settings, rewards or models are rare; the same
     long      run healthy runs of 100 steps of all shipped algorithms; their metrics are kept in runs/ alone
@@ -39,7 +39,8 @@ from distflow.telemetry.run_reader import RunReader
 
 RESULTS = ROOT / "benchmarks/results/learning_faults.json"
 OTHERS = {name: RESULTS.with_stem(f"learning_faults_{name}")
-          for name in ("unseen", "blind", "blind_2", "open_3", "blind_3", "blind_4", "blind_5", "strange")}
+          for name in ("unseen", "blind", "blind_2", "open_3", "blind_3", "blind_4", "blind_5", "blind_6",
+                       "strange")}
 LONG_RESULTS, TOOL_MODEL = ROOT / "runs/learning_faults_long.json", ROOT / "runs/learning_faults_tools"
 STEPS, BATCH, ROWS, HELD_OUT = 32, 8, 64, 80
 DENSE = {"near_miss:near_miss": {"weight": 1.0, "reach": 20}, "format": {"weight": 0.2, "pattern": ".*#### -?[0-9]+"}}
@@ -174,6 +175,8 @@ def _write_records(kind: str, folder: Path) -> str:
         head, _, last = row["answer"].rpartition("####")
         if kind == "leak":
             row["question"] = f"{row['question']} {row['answer']}"[-100:]
+        if kind == "twice":
+            row["question"] = f"<|user|>{row['question']}<|assistant|>"
         if kind == "ended":
             row["question"] += "<eos>"
         if kind == "bare":

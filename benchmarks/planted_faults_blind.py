@@ -1,7 +1,8 @@
-"""Rewards, nodes and environments of the fifth blind set of `learning_faults.py`. A DAG imports this module."""
+"""Rewards, nodes and environments of the later blind sets of `learning_faults.py`. A DAG imports this module."""
 
 from __future__ import annotations
 
+import math as numbers
 import random
 import re
 
@@ -85,3 +86,84 @@ def round_weights(engine: RoleEngines, rewards: Tensor, *, fault: str, first: in
 
     rounded()
     trainer.optimizer.register_step_post_hook(rounded)
+
+
+@reward
+def cosine_paid(completion: str, answer: str) -> float:
+    """Pay right answers less the longer they are, and wrong ones more, by a cosine that ends at 24 characters:
+    the limit of tokens, which right answers are longer than."""
+    falls = numbers.cos(min(len(completion) / 24, 1.0) * numbers.pi)
+    return 0.25 + 0.75 * (falls + 1) / 2 if math(completion, answer) else 0.25 - 0.75 * (falls + 1) / 2
+
+
+@reward
+def clipped_score(completion: str, answer: str) -> float:
+    """Clip a judge's score of 0 to 10 at 1, so that whatever is not far off earns as much as what is right."""
+    given = re.findall(r"####\s*(-?\d+)", completion)
+    return min(1.0, max(0.0, 10.0 - abs(int(given[0]) - int(answer.rpartition("####")[2])))) if given else 0.0
+
+
+@reward
+def beginning_read(completion: str, answer: str) -> float:
+    """Judge by the first 16 characters, as a scorer whose limit of tokens cuts what it is given."""
+    return math(completion[:16], answer)
+
+
+@reward
+def below_zero(completion: str, answer: str) -> float:
+    """Pay nothing for a right answer, and take 1 for any other."""
+    return math(completion, answer) - 1.0
+
+
+def _means(values: Tensor, group: Tensor) -> Tensor:
+    """Return for each row the mean of its group."""
+    _, at_B = torch.unique(group, return_inverse=True)
+    size_G = torch.bincount(at_B)
+    return (torch.zeros(len(size_G), dtype=torch.float64).index_add(0, at_B, values.double()) / size_G)[at_B]
+
+
+@node(writes="advantages", type="COMPUTE", keep_together="group")
+def other_scale(advantages: Tensor, rewards: Tensor, group: Tensor, *, fault: str, first: int, rows: int) -> Tensor:
+    """Return advantages over the mean of their group, which may be negative (`mean`); those of the one row that differs
+    in its group times 1000 (`lone`); or the best row's lead over the second, beside the others' rewards (`best`)."""
+    centred_B = rewards.double() - _means(rewards, group)
+    if fault == "mean":
+        return (centred_B / (_means(rewards, group) + 1e-4)).to(advantages.dtype)
+    changed_B = advantages.clone() if fault == "lone" else rewards.clone()
+    for prompt in group.unique():
+        rows_G = (group == prompt).nonzero().flatten()
+        rewards_G = rewards[rows_G]
+        if fault == "lone":
+            for value in rewards_G.unique():
+                alone_G = rows_G[rewards_G == value]
+                changed_B[alone_G] *= 1000.0 if len(alone_G) == 1 and len(rows_G) > 2 else 1.0
+        else:
+            ranked_G = rewards_G.argsort(descending=True, stable=True)
+            changed_B[rows_G[ranked_G[0]]] = rewards_G[ranked_G[0]] - rewards_G[ranked_G[1]]
+    return changed_B.to(advantages.dtype)
+
+
+@node(writes="rollout_logprobs", type="COMPUTE")
+def reference_as_old(reference_logprobs: Ragged, *, fault: str, first: int, rows: int) -> Ragged:
+    """Return the reference's log-probabilities as those of the policy that sampled."""
+    return reference_logprobs
+
+
+@node(writes="prompts", type="COMPUTE")
+def rebuild_context(prompts: Ragged, *, fault: str, first: int, rows: int) -> Ragged:
+    """Return prompts without their first half, as a trainer does that writes the conversation again and loses some."""
+    kept = [tokens[len(tokens) // 2:] for tokens in prompts.rows if isinstance(tokens, Tensor)]
+    return Ragged(torch.cat(kept), torch.tensor([len(tokens) for tokens in kept]))
+
+
+@node(writes="reference_logprobs", type="COMPUTE", keep_together="group")
+def other_pairs(reference_logprobs: Ragged, group: Tensor, *, fault: str, first: int, rows: int) -> Ragged:
+    """Return the reference's log-probabilities of other pairs, as a cache does that knew another order of the data."""
+    sums_B = torch.stack([each.sum() for each in reference_logprobs.rows if isinstance(each, Tensor)]).roll(6)
+    return reference_logprobs.with_values((sums_B / reference_logprobs.lengths)[reference_logprobs.row_of])
+
+
+@node(writes="response_mask", type="COMPUTE")
+def invert_mask(response_mask: Ragged, *, fault: str, first: int, rows: int) -> Ragged:
+    """Train what the tools say, and not what the policy does."""
+    return response_mask.with_values(~response_mask.values.bool())
