@@ -16,11 +16,8 @@ from distflow.config.robust import Fault
 from distflow.config.run import RoleRun, Run
 from distflow.config.shipped import START_MODEL
 from distflow.config.spec import Spec
-from distflow.contracts.agents import with_agent_columns
-from distflow.contracts.environments import with_environment_columns
 from distflow.contracts.forms import ENGINE_TYPES, Contract
-from distflow.contracts.rewards import with_reward_columns
-from distflow.contracts.templates import with_template_columns
+from distflow.contracts.nodes import whole_contract
 from distflow.errors import Diagnostic, Location, did_you_mean, listing, nearest
 from distflow.plan import INFERENCE, TRAINER, Task
 from planners.columns import NodeColumns
@@ -78,37 +75,29 @@ def bind(spec: Spec) -> tuple[dict[str, Contract], set[str], list[Diagnostic]]:
     bound: dict[str, Contract] = {}
     nameless, mistakes = _check_node_roles(spec)
     for name, node in spec.dag.nodes.items():
-        contract, mistake = spec.functions.get(node.function or ""), None
-        if node.function is None:
-            contract, mistake = _default(spec, name, name in nameless)
-        elif contract and contract.marks.type != node.type and not _is_recovered(spec, name, "type"):
-            where = spec.dag_source.location(("nodes", name, "type"))
-            what = f"node `{name}` has type {node.type}, but its function `{contract.name}` is {contract.marks.type}"
-            mistake = Diagnostic(what, where, f"Instead:  type: {contract.marks.type}")
-        if mistake:
-            mistakes.append(mistake)
-        if contract:
-            for with_more in (with_reward_columns, with_environment_columns, with_agent_columns, with_template_columns):
-                contract = with_more(spec, name, contract)
+        if contract := whole_contract(spec, name):
             bound[name] = contract
+            if contract.marks.type != node.type and not _is_recovered(spec, name, "type"):
+                where = spec.dag_source.location(("nodes", name, "type"))
+                what = f"node `{name}` has type {node.type}, but its function `{contract.name}` is " \
+                       f"{contract.marks.type}"
+                mistakes.append(Diagnostic(what, where, f"Instead:  type: {contract.marks.type}"))
+        elif node.function is None and name not in nameless:  # with its right role it may have a default
+            mistakes.append(_no_default(spec, name))
     mistakes += [*_check_copies(spec), *check_follow(spec, bound), *_check_training(spec, bound, nameless),
                  *_check_run_roles(spec), *check_heads(spec, bound, model_roles(spec)),
                  *_check_use(spec, bool(nameless))]
     return bound, nameless | (set(spec.dag.nodes) - set(bound)), mistakes
 
 
-def _default(spec: Spec, name: str, nameless: bool) -> tuple[Contract | None, Diagnostic | None]:
+def _no_default(spec: Spec, name: str) -> Diagnostic:
     node = spec.dag.nodes[name]
     of_type = [contract for contract in spec.functions.values() if contract.marks.type == node.type]
     fitting = [contract for contract in of_type if node.role in contract.marks.default_for]
-    if len(fitting) == 1:
-        return fitting[0], None
-    if nameless:  # with its right role it may have a default
-        return None, None
     what = (f"node `{name}` names no function, and {'several are' if fitting else 'none is'} the default for "
             f"role `{node.role}` and type {node.type}")
     hint = f"Add  function: NAME.  {listing([contract.name for contract in fitting or of_type], 'It may be one of')}"
-    return None, Diagnostic(what, spec.dag_source.location(("nodes", name), key=True), hint)
+    return Diagnostic(what, spec.dag_source.location(("nodes", name), key=True), hint)
 
 
 def _is_recovered(spec: Spec, node: str, key: str) -> bool:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distflow.config.spec import Spec
-from distflow.contracts.forms import ENGINE_TYPES, OTHER_NAMES, Contract, Read
+from distflow.contracts.forms import ENGINE_TYPES, OTHER_NAMES, Contract, Read, plain_form
+from distflow.contracts.nodes import token_columns
+from distflow.contracts.rewards import TEXTS
 from distflow.errors import Diagnostic, Location, did_you_mean, nearest
 from distflow.plan import CUT_THOUGHTS, FINISHED, ROUTED_EXPERTS, ROW, SOURCE, Column
 from planners.settings import repeats_of, setting_value
@@ -15,11 +17,6 @@ if TYPE_CHECKING:
     from networkx import DiGraph
 
 KNOWN = {"Tensor", "Ragged", "list[str]"}
-
-
-def plain_form(annotation: str) -> str:
-    """Return `Ragged` of `Ragged | None`."""
-    return " | ".join(part for part in annotation.split(" | ") if part != "None")
 
 
 def fits(given: str, wanted: str) -> bool:
@@ -48,13 +45,6 @@ _BESIDE = {CUT_THOUGHTS: "completions"}
 
 SHOWN = ("completions", "rewards", "turns")
 """Columns that samples.jsonl shows, whether or not a node reads them."""
-
-
-def token_columns(spec: Spec, bound: dict[str, Contract]) -> set[str]:
-    """Return the fields among `data.columns` that a node reads as tokens, and not as text."""
-    return {column for node, contract in bound.items() for read in contract.reads
-            if (column := _column_read(spec.dag.nodes[node].reads, read.name)) in spec.run.data.columns
-            and plain_form(read.form) == "Ragged"}
 
 
 @dataclass(frozen=True)
@@ -123,7 +113,7 @@ class _Tracer:
             for column in dict.fromkeys(columns):
                 self.writers.setdefault(column, []).append(node)
         self.given = {**dict.fromkeys(spec.run.data.columns, "list[str]"),
-                      **dict.fromkeys(token_columns(spec, bound), "Ragged"), **SOURCE_FORMS}
+                      **dict.fromkeys(token_columns(spec), "Ragged"), **SOURCE_FORMS}
         if spec.run.data.images:
             self.given["images"] = "Ragged"
         if spec.run.data.targets == "all":
@@ -145,7 +135,7 @@ class _Tracer:
                 continue  # the experts of one model mean nothing to another
             if producer and not self._of_others(node, read, own, producer):
                 given = self._form(column, producer)
-                self._check_form(node, column, producer, given, read.form)
+                self._check_form(node, column, producer, given, read)
                 forms[column] = given or plain_form(read.form)
                 reads.append(Column(read.name, column, producer, plain_form(read.form)))
                 own = own or (reads[-1] if _is_of_responses(read.name) else None)
@@ -270,13 +260,17 @@ class _Tracer:
         forms = self.bound[producer].returns
         return plain_form(forms[self.written[producer].index(column)]) if forms else ""
 
-    def _check_form(self, node: str, column: str, producer: str, given: str, wanted: str) -> None:
+    def _check_form(self, node: str, column: str, producer: str, given: str, read: Read) -> None:
+        is_field = producer == SOURCE and column in self.spec.run.data.columns
+        wanted = read.form or ("list[str]" if is_field and read.reader else "")
         if not fits(given, wanted):
             writer = "the dataset" if producer == SOURCE else f"node `{producer}`"
-            what = (f"node `{node}`: function `{self.bound[node].name}` wants column `{column}` as "
+            what = (f"node `{node}`: {read.reader or f'function `{self.bound[node].name}`'} wants column `{column}` as "
                     f"{plain_form(wanted)}, but {writer} gives {given}")
             hint = "Ragged: one row of values per sample. Tensor: one value per sample. list[str]: text."
-            if producer == SOURCE and column in self.spec.run.data.columns and given == "Ragged":
+            if is_field and given == "list[str]" and read.reader:
+                hint = TEXTS
+            elif is_field and given == "Ragged":
                 hint += f"\nAnother node reads field `{column}` as tokens, and a field has one form. Read it as " \
                         "Ragged too, or the texts of that node's `completions`."
             self.mistakes.append(Diagnostic(what, self._spot(node), hint))

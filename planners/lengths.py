@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from distflow.config.spec import Spec
 from distflow.contracts.forms import ENGINE_TYPES, Contract
+from distflow.contracts.nodes import token_columns
 from distflow.errors import Diagnostic
 from planners.settings import setting_value
 
@@ -35,8 +36,7 @@ def check_lengths(spec: Spec, bound: dict[str, Contract]) -> list[Diagnostic]:
     beyond the length up to which rotary frequencies are those of the whole row."""
     mistakes = []
     sampled = dict(_sampled(spec, bound))
-    samples = any(contract.samples for contract in bound.values())
-    limits = [*sampled.values(), *([] if samples else [_targets(spec)])]
+    limits = [*sampled.values(), *([_targets(spec)] if token_columns(spec) or not sampled else [])]
     longest = max(limits, key=_tokens)
     used = {node.role for node in spec.dag.nodes.values() if node.type in ENGINE_TYPES}
     for role in sorted(used.intersection(spec.dag.roles)):

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from distflow.config.spec import Spec
-from distflow.contracts.forms import GROUP, Contract
+from distflow.contracts.forms import GROUP, Contract, plain_form
 from distflow.plan import REWARD_PARTS, ROUTED_EXPERTS, ROW, SOURCE, Column, Layout, Plan, RowLineage, Task, Transfer
 from planners.check import bind
-from planners.columns import NodeColumns, plain_form
+from planners.columns import NodeColumns
 
 
 @dataclass(frozen=True)
@@ -164,5 +164,7 @@ def row_bytes(spec: Spec, name: str, form: str) -> int:
     if name == ROUTED_EXPERTS:
         return max((routing_bytes(spec, role) for role in spec.run.roles), default=0)
     longest = max((role.generation.max_new_tokens for role in spec.run.roles.values()), default=0)
-    length = getattr(data, _LIMITED[name]) if name in _LIMITED else max(longest, 1)
-    return length * (_CHARACTERS if form == "list[str]" else _TOKEN if name in _OF_TOKENS else _NUMBER)
+    length = getattr(data, _LIMITED[name]) if name in _LIMITED else data.max_target_tokens if name in data.columns \
+        else max(longest, 1)
+    of_tokens = name in _OF_TOKENS or name in data.columns
+    return length * (_CHARACTERS if form == "list[str]" else _TOKEN if of_tokens else _NUMBER)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.config.run import Data
 from distflow.config.spec import Spec
+from distflow.contracts.nodes import TARGETS, samples, token_columns
 from distflow.data.batch import ColumnData, Ragged, encode_text
 from distflow.data.checks import training_fields
 from distflow.data.data_files import data_files
@@ -32,7 +33,7 @@ from distflow.data.problems import (
     tools_of,
 )
 from distflow.errors import InvalidInput
-from distflow.plan import Layout, Plan
+from distflow.plan import Layout
 from distflow.telemetry.metrics import current
 from workers.engines.chat import UNRENDERED, ImitatedTokens, imitated_tokens, prompt_tokens, require_template
 from workers.engines.role_engines import RoleEngines
@@ -123,25 +124,23 @@ def _content(text: str, before: int) -> str | list[dict[str, str]]:
     return [part for part in parts if part.get("text") != ""] if len(texts) > 1 else text
 
 
-def encoder(tokenizer: PreTrainedTokenizerBase, data: Data, image_encoder: ImageEncoder | None = None,
-            plan: Plan | None = None, sampled_elsewhere: bool = False, ends: Collection[int] = ()) -> Encode:
+def encoder(tokenizer: PreTrainedTokenizerBase, data: Data, tokens: Collection[str] = (TARGETS,),
+            image_encoder: ImageEncoder | None = None, asks: bool = True, ends: Collection[int] = ()) -> Encode:
     """Return a function that encodes questions and answers by the chat template, if there is one. Of longer prompts
-    than `max_prompt_tokens` the beginning is lost, of targets the end; metrics count them. Targets are left out where
-    no task of the `plan` reads them. Where none samples, here or `sampled_elsewhere`, prompts are what precedes a
-    target in its conversation, and not what the template would have continued. `ends`: see `imitated_tokens`."""
-    imitates = not (plan is None or sampled_elsewhere or any(task.samples for task in plan.tasks))
-    reads = [column for task in plan.tasks for column in task.reads] if plan else []
-    learns = plan is None or any(column.name == "targets" for column in reads)
-    tokens = {column.name for column in reads if column.form == "Ragged"} & {*data.columns}
+    than `max_prompt_tokens` the beginning is lost, of targets the end; metrics count them. `tokens`: see
+    `token_columns`; other columns are texts, and targets left out. Unless the run `asks` (samples answers), prompts are
+    what precedes a target in its conversation, and not what the template would have continued. `ends`: see
+    `imitated_tokens`."""
     require_template(tokenizer, data)
 
     def encode(given: list[Record]) -> dict[str, ColumnData]:
         records = [*map(mended_record, given)]
         current().add("data/texts_mended", sum(one is not other for one, other in zip(records, given)))
         asked, answers = zip(*(asked_and_answered(record, data) for record in records)) if records else ((), ())
-        imitated = [_imitated(tokenizer, data, record, ends) for record in records] if imitates or learns else []
-        prompts, images, cut = _cut([each.prompt for each in imitated], data) if imitates and not image_encoder else \
-            encode_prompts(tokenizer, data, records, image_encoder)
+        learns = TARGETS in tokens
+        imitated = [_imitated(tokenizer, data, record, ends) for record in records] if learns or not asks else []
+        prompts, images, cut = encode_prompts(tokenizer, data, records, image_encoder) if asks or image_encoder else \
+            _cut([each.prompt for each in imitated], data)
         current().add("data/prompts_cut", cut)
         extra: dict[str, ColumnData] = {
             name: _cut_targets([_imitated(tokenizer, data, record, ends, name) for record in records], data)
@@ -181,9 +180,9 @@ def _rendering(messages: list[Message]) -> Iterator[None]:
 def _targets(imitated: list[ImitatedTokens], data: Data) -> dict[str, ColumnData]:
     targets = _cut_targets(imitated, data)
     if data.targets == "last":
-        return {"targets": targets}
+        return {TARGETS: targets}
     masks = [torch.tensor(each.mask[: data.max_target_tokens], dtype=torch.bool) for each in imitated]
-    return {"targets": targets, "target_mask": Ragged.from_rows(masks, torch.bool)}
+    return {TARGETS: targets, "target_mask": Ragged.from_rows(masks, torch.bool)}
 
 
 def _cut_targets(imitated: list[ImitatedTokens], data: Data) -> Ragged:
@@ -235,10 +234,8 @@ def data_file(spec: Spec, name: str) -> Path:
 
 
 def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: Layout = ONE,
-               tokenizer: PreTrainedTokenizerBase | None = None,
-               plan: Plan | None = None, sampled_elsewhere: bool = False) -> Dataloader:
-    """Return the loader of prompts for a role. `tokenizer`: of another role, whose prompts they are. `plan` and
-    `sampled_elsewhere`: see `encoder`."""
+               tokenizer: PreTrainedTokenizerBase | None = None) -> Dataloader:
+    """Return the loader of prompts for a role. `tokenizer`: of another role, whose prompts they are."""
     data, fields = spec.run.data, training_fields(spec)
     training = open_training_sets(data, spec.data_path)
     opened = [*training.values()]
@@ -252,5 +249,5 @@ def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: 
     sets = [UsableRecords(records, fields, too_long) for records in opened]
     names = [each.name for each in opened if isinstance(each, LabelledRecords)]
     records = Mixture(sets, data.turns, names)
-    encode = encoder(tokenizer, data, images, plan, sampled_elsewhere, ends)
+    encode = encoder(tokenizer, data, token_columns(spec), images, samples(spec), ends)
     return Dataloader(records, encode, data.batch, spec.run.seed, share, layout, data_files(spec, training))

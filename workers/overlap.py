@@ -61,7 +61,7 @@ class ColocatedSampling:
             tp_group, _ = dist.new_subgroups(width, backend="gloo", timeout=limit)
             assert isinstance(tp_group, dist.ProcessGroup)
         if ctx.rank % width == 0:
-            loader = dataloader(spec, roles[ctx.prompted], plan=plan)
+            loader = dataloader(spec, roles[ctx.prompted])
             loop = RolloutContext(ctx.context, plan, functions, roles, loader, channel)
         names = {task.role for task in plan.tasks if task.samples}
         swaps = {name: swap for name, role in roles.items() if name in names and (swap := role.engine_swap)}

@@ -69,7 +69,7 @@ class TrainContext:
         self.buffer = Databuffer(self.plan, self.rank, current(), run.wait_limit)
         self.executor = TrainExecutor(self.plan, functions, self.roles, self.rank, status, run.seed)
         self.loader = dataloader(self.spec, self.roles[self.prompted], self.plan.source.share(self.rank),
-                                 self.plan.source, plan=self.plan, sampled_elsewhere=channel is not None)
+                                 self.plan.source)
         self.source: Source = DockSource(self.loader, self.plan, channel, run, self.trained, self.rank,
                                          self.attempt) if channel else self.loader
         self.weights = WeightPublication(channel, self.plan, self.roles, run.transport, max(

@@ -294,8 +294,7 @@ def _infer(context: RankContext, _: WorkerContext, channel: RolloutChannel, stor
     tokenizer = tokenizer_of(spec, prompted, role)
     executor = InferenceExecutor(group.plan, _load_functions(spec, group.plan), roles, dist.get_rank(),
                                  RankStatus(store, dist.get_rank(), len(ranks), ranks.start), spec.run.seed)
-    loader = dataloader(spec, role, group.plan.source.share(dist.get_rank()), group.plan.source, tokenizer,
-                        group.plan, sampled_elsewhere=True)
+    loader = dataloader(spec, role, group.plan.source.share(dist.get_rank()), group.plan.source, tokenizer)
     ctx = InferenceContext(group, loader, channel, executor, f"{group.name} {rank}", spec.run.wait_limit)
     ready()
     _open_timeline(context)
@@ -311,7 +310,7 @@ def _rollout_context(context: RankContext, worker_context: WorkerContext, channe
                         spec.run.shown_conversations, first)
     prompted = prompted_role(spec, [task for task in plan.tasks if task.samples])
     return RolloutContext(context, plan, _load_functions(spec, plan), roles,
-                          dataloader(spec, roles[prompted], plan=plan), channel)
+                          dataloader(spec, roles[prompted]), channel)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,11 @@ _SAMPLE_FORMS = {"str": "list[str]", "int": "Tensor", "float": "Tensor", "bool":
 _BATCH_FORMS = {f"list[{kind}]": form for kind, form in _SAMPLE_FORMS.items()}
 
 
+def plain_form(annotation: str) -> str:
+    """Return `Ragged` of `Ragged | None`."""
+    return " | ".join(part for part in annotation.split(" | ") if part != "None")
+
+
 @dataclass(frozen=True)
 class Read:
     """Positional parameter: the column of its name, in the form of its annotation ("" if it has none)."""
@@ -100,10 +105,13 @@ class Contract(Signature):
         return repeats and self.marks.type in ENGINE_TYPES
 
     def reading(self, more: Iterable[Read]) -> Contract:
-        """Return the contract with further columns; those that it reads already stay as they are."""
+        """Return the contract with further columns. One that it reads already keeps its form; if any of both needs it,
+        it is needed."""
         reads = {read.name: read for read in self.reads}
         for read in more:
-            reads.setdefault(read.name, read)
+            own = reads.setdefault(read.name, read)
+            if own.optional and not read.optional:
+                reads[read.name] = dataclasses.replace(read, form=own.form)
         return dataclasses.replace(self, reads=tuple(reads.values()))
 
     def writing(self, column: str, form: str) -> Contract:

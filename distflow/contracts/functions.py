@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from distflow.config.dag import Dag
+from distflow.config.dag import Dag, Node
 from distflow.config.yaml_source import YamlSource
 from distflow.contracts import decorators
 from distflow.contracts.definitions import shown_in, where_defined
@@ -59,10 +59,19 @@ def imported(module: str, name: str) -> Contract | None:
     return dataclasses.replace(read_contract("node", function), name=name, module=module)
 
 
+def contract_of(functions: dict[str, Contract], node: Node) -> Contract | None:
+    """Return the contract of a node's function, that it names or that is its default; None if there is none."""
+    if node.function:
+        return functions.get(node.function)
+    fitting = [contract for contract in functions.values()
+               if contract.marks.type == node.type and node.role in contract.marks.default_for]
+    return fitting[0] if len(fitting) == 1 else None
+
+
 def named_settings(dag: Dag, functions: dict[str, Contract], annotation: str) -> Iterator[tuple[str, str, Any]]:
     """Yield (node, setting, its value in force) for settings whose annotation is, or may be, this word."""
     for node, item in dag.nodes.items():
-        contract = functions.get(item.function or "")
+        contract = contract_of(functions, item)
         for name, setting in contract.settings.items() if contract else ():
             if annotation in setting.annotation.split(" | "):
                 yield node, name, item.settings.get(name, setting.value)

@@ -17,13 +17,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from distflow.config.dag import Node
 from distflow.config.spec import Spec
 from distflow.config.yaml_source import YamlSource
 from distflow.contracts import decorators
 from distflow.contracts.definitions import Definition, definitions, where_defined
 from distflow.contracts.forms import PER_SAMPLE, Contract, Read, RewardContract
-from distflow.contracts.functions import built_in
+from distflow.contracts.functions import built_in, contract_of
 from distflow.contracts.modules import check_module, module_file
 from distflow.contracts.read import read_contract
 from distflow.contracts.settings import Invalid, check_given
@@ -156,6 +155,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+TEXTS = "Fields of the data are texts:  FIELD: str   What is in them is read by  int(FIELD)  or  json.loads(FIELD)"
 ANNOTATION = "Reward"  # annotation of a setting that holds a recipe
 SHIPPED = ("workers.isolation.rewards.texts", "workers.isolation.rewards.programs", "workers.isolation.rewards.judge")
 """Modules of the shipped rewards."""
@@ -226,22 +226,13 @@ def validation_reads(spec: Spec) -> list[Read]:
 
 def reward_settings(spec: Spec) -> Iterator[RewardSetting]:
     for node, item in spec.dag.nodes.items():
-        contract = contract_of(spec, item)
+        contract = contract_of(spec.functions, item)
         for name, value in item.settings.items():
             setting = contract.settings.get(name) if contract else None
             if setting and setting.annotation == ANNOTATION:
                 yield RewardSetting(spec.dag_source, ("nodes", node, "with", name), value, f"node `{node}`")
     if spec.run.validation:
         yield RewardSetting(spec.run_source, ("validation", "reward"), spec.run.validation.reward, "`validation`")
-
-
-def contract_of(spec: Spec, item: Node) -> Contract | None:
-    """Return the contract of a node's function, that it names or that is its default; None if there is none."""
-    if item.function:
-        return spec.functions.get(item.function)
-    fitting = [contract for contract in spec.functions.values()
-               if contract.marks.type == item.type and item.role in contract.marks.default_for]
-    return fitting[0] if len(fitting) == 1 else None
 
 
 def _columns_of(recipe: Recipe, contracts: dict[str, RewardContract]) -> Iterator[Read]:
@@ -312,13 +303,17 @@ def _unset_keys(setting: RewardSetting, recipe: Recipe) -> list[Diagnostic]:
             for term, key in named if isinstance(key, str) and not os.environ.get(key)]
 
 
-def _check_columns(spec: Spec, setting: RewardSetting, recipe: Recipe) -> list[Diagnostic]:
-    known = [*PER_SAMPLE.values(), FINISHED, CUT_THOUGHTS, *spec.run.data.columns]
-    return [Diagnostic(f"{setting.label}: {read.reader} reads column `{read.name}`, which the data does not give",
-                       setting.location(()),
-                       f"{did_you_mean(read.name, read.called(known), 'Columns')}\nIf it is a field of the data:  "
-                       f"data: {{columns: [{', '.join([*spec.run.data.columns, read.name])}]}}")
-            for read in _columns_of(recipe, spec.rewards) if read.name not in known and not read.optional]
+def _check_columns(spec: Spec, setting: RewardSetting, recipe: Recipe) -> Iterator[Diagnostic]:
+    fields = [*spec.run.data.columns]
+    known, where = [*PER_SAMPLE.values(), FINISHED, CUT_THOUGHTS, *fields], setting.location(())
+    for read in _columns_of(recipe, spec.rewards):
+        what = f"{setting.label}: {read.reader} reads column `{read.name}`"
+        if read.name not in known and not read.optional:
+            hint = f"{did_you_mean(read.name, read.called(known), 'Columns')}\nIf it is a field of the data:  " \
+                   f"data: {{columns: [{', '.join([*fields, read.name])}]}}"
+            yield Diagnostic(f"{what}, which the data does not give", where, hint)
+        elif read.name in fields and read.form not in ("", "list[str]"):
+            yield Diagnostic(f"{what} as {read.form}, and the dataset gives list[str]", where, TEXTS)
 
 
 def _find(spec: Spec, wanted: Iterable[Term], mistakes: list[Diagnostic]) -> dict[str, RewardContract]:

@@ -6,15 +6,12 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from distflow.config.spec import Spec
-from distflow.contracts.agents import with_agent_columns
-from distflow.contracts.environments import with_environment_columns
-from distflow.contracts.forms import ENGINE_TYPES, Contract
-from distflow.contracts.rewards import branches, contract_of, validation_fields, validation_reads, with_reward_columns
-from distflow.contracts.templates import with_template_columns
+from distflow.contracts.functions import contract_of
+from distflow.contracts.nodes import TARGETS, columns_read, token_columns
+from distflow.contracts.rewards import branches, validation_fields, validation_reads
 from distflow.data.dataset import (
     Records,
     RequiredFields,
@@ -51,8 +48,7 @@ _REPEATED = 0.1
 _PASSES = 100
 _ROWS = 1_000_000
 """More passes over the data than this, with more questions, are a mistake: the step would probably never end."""
-_ANSWERS, _TARGETS = "answers", "targets"
-_MORE_COLUMNS = (with_reward_columns, with_environment_columns, with_agent_columns, with_template_columns)
+_ANSWERS = "answers"
 
 
 def check_data(spec: Spec, whole: bool = False) -> list[str]:
@@ -119,30 +115,13 @@ def reads_answers(spec: Spec, validation: bool = False) -> bool:
     known counts as one that does."""
     if validation:
         return any(read.name == _ANSWERS and not read.optional for read in validation_reads(spec))
-    known = [*_contracts(spec)]
-    return len(known) < len(spec.dag.nodes) or any({_ANSWERS, _TARGETS} & names for _, names in known)
+    return not all(contract_of(spec.functions, node) for node in spec.dag.nodes.values()) or any(
+        column == TARGETS or (column == _ANSWERS and not read.optional) for column, read in columns_read(spec))
 
 
 def imitated_fields(spec: Spec) -> set[str]:
-    """Return the fields of the data whose text becomes tokens: the answer where a node reads it as `targets`, and
-    columns that a node with a model reads as tokens."""
-    found = {spec.run.data.answer for _, names in _contracts(spec) if _TARGETS in names}
-    for node in spec.dag.nodes.values():
-        contract = contract_of(spec, node)
-        if contract and contract.marks.type in ENGINE_TYPES:
-            found |= {node.reads.get(read.name, read.name) for read in contract.reads
-                      if "Ragged" in read.form.split(" | ")} & {*spec.run.data.columns}
-    return found
-
-
-def _contracts(spec: Spec) -> Iterator[tuple[Contract, set[str]]]:
-    """Yield the contract of each node's function with the columns that it cannot do without."""
-    for name, node in spec.dag.nodes.items():
-        if contract := contract_of(spec, node):
-            own = replace(contract, reads=())
-            further = [with_more(spec, name, own) for with_more in _MORE_COLUMNS]
-            yield contract, {node.reads.get(read.name, read.name) for each in (contract, *further)
-                             for read in each.reads if not read.optional}
+    """Return the fields of the data of whose text the tokens are learned."""
+    return {spec.run.data.answer if column == TARGETS else column for column in token_columns(spec)}
 
 
 def _nth(records: Records) -> int:

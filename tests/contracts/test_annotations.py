@@ -5,7 +5,7 @@ import ast
 import pytest
 
 from distflow.contracts.annotations import Names, Unknown, evaluated, names_of, text_of, type_of
-from planners.columns import plain_form
+from distflow.contracts.forms import plain_form
 
 
 @pytest.mark.parametrize(("annotation", "form"), [

@@ -9,11 +9,12 @@ import yaml
 from planning import DIAMOND, LEARN, LEARN_JOINED, node
 
 from distflow.config.load import load
+from distflow.contracts.forms import plain_form
 from distflow.contracts.functions import built_in
 from distflow.errors import InvalidInput
 from distflow.plan import SOURCE, Column, Task
 from planners import plan
-from planners.columns import fits, plain_form
+from planners.columns import fits
 
 DAGS = Path(__file__).parents[2] / "dags"
 

@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 
 from distflow.config.load import load
 from distflow.config.run import Data
+from distflow.contracts.nodes import token_columns
 from distflow.data.dataset import open_images, open_records
 from distflow.errors import InvalidInput
 from distflow.telemetry.metrics import Metrics, recording
@@ -31,6 +32,7 @@ from workers.engines.embedded import (
 )
 from workers.roles import build_roles
 
+PAIR = {"chosen", "rejected"}
 DATA = Data(train="x", images="picture", max_prompt_tokens=30)
 
 
@@ -199,18 +201,15 @@ def test_a_picture_that_would_fill_the_memory_is_passed_over(tokenizer, monkeypa
     assert ImageEncoder(EMBEDDED_IMAGE_PROCESSOR, IMAGE_ID, Path()).too_long(tokenizer, DATA, record)
 
 
-@pytest.mark.parametrize("group", [0, 1])
-def test_targets_that_no_task_reads_are_not_rendered(group):
-    plan = make_plan(load("grpo", None, ["mode=async"]), 2).groups[group].plan
+def test_targets_that_no_task_reads_are_not_rendered():
     tokenizer, record = build_tokenizer(["one? two"]), {"question": "one?", "answer": "two"}
-    columns = encoder(tokenizer, Data(train="x"), plan=plan, sampled_elsewhere=True)([record])
+    columns = encoder(tokenizer, Data(train="x"), token_columns(load("grpo", None)))([record])
     assert "targets" not in columns
     assert torch.equal(columns["prompts"].values, encode_prompts(tokenizer, Data(train="x"), [record])[0].values)
 
 
 def test_answers_of_pairs_are_tokens_with_their_calls_and_thoughts_by_the_chat_template():
     """TRL's `chosen` and `rejected` are messages with all that these have."""
-    plan = make_plan(load("dpo", "embedded_dpo"), 1)
     data, tokenizer = Data(train="x", columns={"chosen": "chosen", "rejected": "rejected"}), KINDS["chatml"]()
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.thinking }}{{ m.content }}{% for call in m.tool_calls "
@@ -221,7 +220,7 @@ def test_answers_of_pairs_are_tokens_with_their_calls_and_thoughts_by_the_chat_t
         {"content": "", "tool_calls": [call]}, {"content": "4", "thinking": "Two and two. "}))
     for chosen, rejected in (([called], [thought]), ([*asked, called], [*asked, thought])):
         record = {"question": asked, "answer": "4", "chosen": chosen, "rejected": rejected}
-        columns = encoder(tokenizer, data, plan=plan)([record])
+        columns = encoder(tokenizer, data, PAIR, asks=False)([record])
         assert tokenizer.decode(columns["prompts"].rows[0]) == "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>" \
             "assistant\n"
         assert tokenizer.decode(columns["chosen"].rows[0]) == '{"name": "add", "arguments": {"a": 2}}<|im_end|>'
@@ -229,19 +228,18 @@ def test_answers_of_pairs_are_tokens_with_their_calls_and_thoughts_by_the_chat_t
 
 
 def test_a_pair_has_both_answers_whatever_they_weigh():
-    plan = make_plan(load("dpo", "embedded_dpo"), 1)
     data, tokenizer = Data(train="x", columns={"chosen": "chosen", "rejected": "rejected"}), KINDS["chatml"]()
     chosen, rejected = ([{"role": "assistant", "content": text, **more}] for text, more in (
         ("4", {}), ("5", {"weight": 0})))
-    columns = encoder(tokenizer, data, plan=plan)([{"question": "2 + 2?", "chosen": chosen, "rejected": rejected}])
+    record = {"question": "2 + 2?", "chosen": chosen, "rejected": rejected}
+    columns = encoder(tokenizer, data, PAIR, asks=False)([record])
     assert tokenizer.decode(columns["rejected"].rows[0]) == "5<|im_end|>"
 
 
 def test_answers_of_pairs_lose_what_is_over_their_limit_and_are_counted():
-    plan = make_plan(load("dpo", "embedded_dpo"), 1)
     data = Data(train="x", columns={"chosen": "chosen", "rejected": "rejected"}, max_target_tokens=3)
     with recording(Metrics()):
-        columns = encoder(build_tokenizer(["one"]), data, plan=plan)([
+        columns = encoder(build_tokenizer(["one"]), data, PAIR, asks=False)([
             {"question": "one", "answer": "one", "chosen": "one one one", "rejected": "one"}])
         assert reported()["data/targets_cut"] == 1
     assert [len(columns[name].rows[0]) for name in ("chosen", "rejected")] == [3, 2]

@@ -30,7 +30,7 @@ from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 
 from distflow.config.run import Data
 from distflow.config.spec import Spec
-from distflow.data.checks import imitated_fields
+from distflow.contracts.nodes import TARGETS, token_columns
 from distflow.data.dataset import open_images
 from distflow.data.problems import (
     Message,
@@ -69,11 +69,11 @@ _OBSERVATION = "Go on: 7 + 5?"
 
 def prove_tokens(spec: Spec, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None, known_ends: Collection[int],
                  sets: Sequence[FirstRecords]) -> Iterator[FailedProof]:
-    imitated, data = imitated_fields(spec), spec.run.data
-    for records in sets if data.images is None else ():  # images take tokens of their own
-        for field in (data.answer, *sorted(imitated - {data.answer}) * records.training):
-            learned = records.training and field in imitated
-            yield from _TokenTrial(spec, tokenizer, vocabulary, known_ends, _bounded(records), field, learned).proofs()
+    learned = token_columns(spec)
+    for records in sets if spec.run.data.images is None else ():  # images take tokens of their own
+        for other in ("", *sorted(learned - {TARGETS}) * records.training):
+            imitates = records.training and (other or TARGETS) in learned
+            yield from _TokenTrial(spec, tokenizer, vocabulary, known_ends, _bounded(records), other, imitates).proofs()
 
 
 def prove_pictures(spec: Spec, tokenizer: PreTrainedTokenizerBase, encoder: ImageEncoder,
@@ -155,17 +155,15 @@ class _Rendered:
 
 
 class _TokenTrial:
-    """The first records of one data set as a tokenizer and its chat template encode them. `field`: of the answer, which
-    is `imitated` or not."""
+    """The first records of one data set as a tokenizer and its chat template encode them. `other`: field of another
+    answer than the record's, of which the last message is learned. `imitates`: whether the answer is learned."""
 
     def __init__(self, spec: Spec, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None,
-                 known_ends: Collection[int], records: FirstRecords, field: str, imitates: bool):
+                 known_ends: Collection[int], records: FirstRecords, other: str, imitates: bool):
         self.spec, self.tokenizer, self.vocabulary, self.data = spec, tokenizer, vocabulary, spec.run.data
         self.options: dict[str, Any] = self.data.chat_template_kwargs
         self.known_ends, self.ends = known_ends, end_tokens(tokenizer, known_ends, **self.options)
-        self.given, self.imitates = records, imitates
-        self.other = field if field != self.data.answer else ""
-        """Field of another answer than the record's, of which the last message is learned."""
+        self.given, self.other, self.imitates = records, other, imitates
         self.targets: Literal["last", "all"] = "last" if self.other else self.data.targets
         self.refused: dict[int, str] = {}
         found = [self._render(index) for index in range(len(records))]
