@@ -77,9 +77,9 @@ class Rank:
         self.way = ByDatabuffer(case, rank)
 
     def rehearse(self) -> None:
-        """Move a few short rows: what is loaded or set up at first use is not counted as the rows' memory."""
+        """Move a few rows: what is loaded or set up at first use, or needed to make rows, is not their memory."""
         case = self.case
-        self.case = self.way.case = replace(case, mib=0, prompt=8, response=8)
+        self.case = self.way.case = replace(case, mib=0)
         self.make()
         self.round(0)
         self.check(0, contents=True)

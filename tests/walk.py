@@ -18,7 +18,7 @@ from distflow.data.batch import Batch, ColumnData, Ragged, encode_text, levels
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import Dataloader
 from distflow.data.exchange import gather
-from distflow.data.redistribute import ROUND_BYTES
+from distflow.data.redistribute import LONG_RUN, ROUND_BYTES
 from distflow.plan import ROW, SOURCE, Column, Layout, Plan, RowLineage, Task, Transfer
 from distflow.telemetry.metrics import Metrics
 
@@ -150,14 +150,14 @@ class Walk:
         return result
 
 
-def walk(plan: Plan, batch: int, steps: int = 2, machines: str = "", round_bytes: int = ROUND_BYTES) -> \
-        tuple[list, list, list]:
+def walk(plan: Plan, batch: int, steps: int = 2, machines: str = "",
+         sizes: tuple[int, int] = (ROUND_BYTES, LONG_RUN)) -> tuple[list, list, list]:
     """What a rank saw, its metrics, and how many redistributions each step took.
 
     Args:
         machines: a letter for each rank; those with the same one share memory. "-" is a rank that shares none. Without
             it they are as they are.
-        round_bytes: that go to other machines at once.
+        sizes: bytes that go to other machines at once, and of runs that go in place.
     """
     if machines:
         os.environ["DISTFLOW_MACHINE"] = machines[dist.get_rank()].strip("-")
@@ -165,7 +165,7 @@ def walk(plan: Plan, batch: int, steps: int = 2, machines: str = "", round_bytes
     for each in walker.buffer.redistributors.values():
         each.move = lambda *arguments, move=each.move: counted.append(1) or move(*arguments)
     for _ in range(steps):
-        with mock.patch("distflow.data.redistribute.ROUND_BYTES", round_bytes):
+        with mock.patch.multiple("distflow.data.redistribute", ROUND_BYTES=sizes[0], LONG_RUN=sizes[1]):
             walker.run_step()
         moves.append(len(counted) - sum(moves))
         metrics.append(walker.metrics.collect(gather))
@@ -173,10 +173,10 @@ def walk(plan: Plan, batch: int, steps: int = 2, machines: str = "", round_bytes
     return walker.seen, metrics, moves
 
 
-def check_run(plan: Plan, batch: int, steps: int = 2, machines: str = "", round_bytes: int = ROUND_BYTES) -> \
-        list[tuple]:
+def check_run(plan: Plan, batch: int, steps: int = 2, machines: str = "",
+              sizes: tuple[int, int] = (ROUND_BYTES, LONG_RUN)) -> list[tuple]:
     """Run on real ranks; then each row was at each node on exactly one rank, all rows of a unit on the same."""
-    results = run_ranks(plan.ranks, walk, plan, batch, steps, machines, round_bytes)
+    results = run_ranks(plan.ranks, walk, plan, batch, steps, machines, sizes)
     for step in range(steps):
         for task in plan.tasks:
             held = [next(ids for when, node, ids in seen if (when, node) == (step, task.node)) for seen, *_ in results]

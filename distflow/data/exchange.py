@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgpack
@@ -37,6 +37,18 @@ def exchange(outgoing: Tensor, sizes: list[int], received: Tensor, arriving: lis
     here."""
     with peer_errors():
         (group or default_group()).alltoall_base(received, outgoing, arriving, sizes).wait()
+
+
+def send_each(outgoing: Iterable[tuple[int, Tensor]], received: Iterable[tuple[int, Tensor]],
+              group: dist.ProcessGroup | None = None) -> None:
+    """Send tensors to ranks of the group, and receive others in place. Between two ranks they have the same order and
+    sizes at both ends."""
+    group = group or default_group()
+    with peer_errors():
+        works = [group.recv([tensor], rank, 0) for rank, tensor in received]
+        works += [group.send([tensor], rank, 0) for rank, tensor in outgoing]
+        for work in works:
+            work.wait()
 
 
 _payload_size: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()

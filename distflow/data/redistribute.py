@@ -2,9 +2,9 @@
 
     announce       each rank announces its rows and its free shared memory; all read the notices of all (`RowNotices`)
     Route          from all notices, each rank computes where every row will lie in its reader's memory
-    Redistributor  moves: within a machine the holder writes a row to its final address; rows for other machines
-                   travel packed by `all_to_all_single`, in up to 16 rounds, with sizes known at both ends, and the
-                   reader places them
+    Redistributor  moves: within a machine the holder writes a row to its final address; long runs of rows for other
+                   machines are sent from where they lie to there; other rows travel packed by `all_to_all_single`, in
+                   up to 16 rounds, with sizes known at both ends, and the reader places them
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from distflow.data.batch import Batch
 from distflow.data.column_buffers import ColumnBuffer, buffers_of, column_of, form_of
 from distflow.data.columns import ColumnForm
-from distflow.data.exchange import exchange, pack, unpack
+from distflow.data.exchange import exchange, pack, send_each, unpack
 from distflow.data.host_group import HostGroup
 from distflow.data.row_copies import copy_runs
 from distflow.errors import ColumnError
@@ -37,6 +37,8 @@ ROUND_BYTES = 4 << 20
 """Of rows that a rank sends to or gets from other machines at once; they are in memory twice meanwhile."""
 _MOST_ROUNDS = 16
 """Of many rows a sixteenth goes at once, since all ranks wait for each other in each round."""
+LONG_RUN = 32 << 10
+"""Mean bytes of a column's rows that lie side by side at both ends, from which on these are not copied to be sent."""
 
 Destinations = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """From the ids of all rows [rows] to pairs (row [pairs], share [pairs]): a row may go to several shares, or to none."""
@@ -295,16 +297,30 @@ class Route:
         pairs = self.all_pairs(share)
         return _sums(self.holder[pairs], self.sizes[pairs], ranks)
 
+    @functools.cached_property
+    def run_begins(self) -> np.ndarray:
+        """Whether a pair does not lie behind the one before it at both ends [pairs]."""
+        begins = np.ones(len(self.ids), dtype=bool)
+        begins[1:] = (np.diff(self.holder) != 0) | (np.diff(self.share) != 0) | (np.diff(self.position) != 1)
+        return begins
+
+    @functools.cached_property
+    def in_place(self) -> np.ndarray:
+        """Whether the rows that a pair's share gets from its holder lie in long runs [pairs]."""
+        _, link = np.unique(self.share * (self.holder.max(initial=0) + 1) + self.holder, return_inverse=True)
+        messages = np.bincount(link, self.run_begins) * sum(map(len, self.parts.values()))
+        return (np.bincount(link, self.sizes) >= LONG_RUN * messages)[link]
+
     def rounds(self, machines: np.ndarray, receivers: ShareReceivers, most: int) -> int:
-        """Return in how many rounds rows go to other machines, so that no rank sends or gets many more than `most`
-        bytes in one; 0 if none does. Every rank finds the same. `machines` [ranks]."""
+        """Return in how many rounds rows go packed to other machines, so that no rank sends or gets many more than
+        `most` bytes in one; 0 if none does. Every rank finds the same. `machines` [ranks]."""
         names, machine = np.unique(machines, return_inverse=True)
         there = np.zeros((len(self.totals), len(names)), dtype=bool)
         there[receivers.shares, machine[receivers.ranks]] = True
-        here = machine[self.holder]
+        here, sizes = machine[self.holder], self.sizes * ~self.in_place
         leave = there.sum(1)[self.share] - there[self.share, here]  # to how many machines a pair's row goes
-        sent = _sums(self.holder, self.sizes * leave, len(machines))
-        held = _sums(self.share * len(names) + here, self.sizes, there.size).reshape(there.shape)
+        sent = _sums(self.holder, sizes * leave, len(machines))
+        held = _sums(self.share * len(names) + here, sizes, there.size).reshape(there.shape)
         got = held[receivers.shares].sum(1) - held[receivers.shares, machine[receivers.ranks]]
         return -(-max(int(sent.max(initial=0)), int(got.max(initial=0))) // most)
 
@@ -320,6 +336,8 @@ def _by_share(ids: np.ndarray, share: np.ndarray, shares: int) -> np.ndarray:
 
 
 Buffers = dict[str, list[ColumnBuffer]]
+Pairs = dict[int, np.ndarray]
+"""By rank, pairs of a route whose rows are exchanged with it."""
 
 
 class ShareReceivers(NamedTuple):
@@ -409,10 +427,8 @@ class Redistributor:
 
     def _send(self, buffers: Buffers, route: Route, receivers: ShareReceivers, machines: np.ndarray,
               memory: dict[Destination, np.ndarray]) -> None:
-        """Exchange rows with other machines, a few at a time: none of them is in memory twice for long."""
-        rounds = min(_MOST_ROUNDS, route.rounds(machines, receivers, ROUND_BYTES))
-        if not rounds:
-            return
+        """Exchange rows with other machines: long runs in place, others a few at a time, so that none of them is in
+        memory twice for long."""
         far = machines[receivers.ranks] != machines[self.rank]
         leaving = {rank: route.pairs(share, self.rank) for rank, share in
                    sorted(zip(receivers.ranks[far].tolist(), receivers.shares[far].tolist()))}
@@ -420,6 +436,12 @@ class Redistributor:
         arriving = {} if mine is None else {
             rank: route.pairs(mine.share, rank) for rank in np.flatnonzero(
                 (machines != machines[self.rank]) & (route.received(mine.share, len(machines)) > 0)).tolist()}
+        self._send_in_place(buffers, route, *(_of_long_runs(route, each, True) for each in (leaving, arriving)), memory,
+                            mine)
+        leaving, arriving = (_of_long_runs(route, each, False) for each in (leaving, arriving))
+        rounds = min(_MOST_ROUNDS, route.rounds(machines, receivers, ROUND_BYTES))
+        if not rounds:
+            return
         parts = [tuple(_part(route, pairs, self.rank, number, rounds) for pairs in (leaving, arriving))
                  for number in range(rounds)]
         outgoing, received = (np.empty(max(each.bytes for each in one), dtype=np.uint8) for one in zip(*parts))
@@ -430,6 +452,18 @@ class Redistributor:
                      self.host_group.group)
             if mine is not None:
                 _place(received, route, coming, memory[mine], mine.share)
+
+    def _send_in_place(self, buffers: Buffers, route: Route, leaving: Pairs, arriving: Pairs,
+                       memory: dict[Destination, np.ndarray], mine: Destination | None) -> None:
+        index = self.host_group.ranks.index
+        outgoing = [(index(rank), run) for rank, pairs in leaving.items()
+                    for part, buffer, (begin, _, counts) in _rows(route, buffers, pairs)
+                    for run in _runs(route, pairs, buffer.data, begin, counts, part.width)]
+        received = [(index(rank), run) for rank, pairs in arriving.items() if mine
+                    for part in (part for parts in route.parts.values() for part in parts)
+                    for run in _runs(route, pairs, _bytes_of(memory[mine], part, mine.share), part.at[pairs],
+                                     part.counts[pairs], part.width)]
+        send_each(outgoing, received, self.host_group.group)
 
     def _read(self, forms: dict[str, ColumnForm], route: Route, share: int | None, here: list[Destination]) -> Batch:
         if share is None or not len(route.ids):
@@ -471,6 +505,20 @@ def _rows(route: Route, buffers: Buffers, pairs: np.ndarray) -> \
             if id(part.at) not in known:  # else another buffer's rows have as many elements each
                 known[id(part.at)] = buffer.bounds[position], part.at[pairs], part.counts[pairs]
             yield part, buffer, known[id(part.at)]
+
+
+def _of_long_runs(route: Route, pairs: Pairs, long: bool) -> Pairs:
+    return {rank: each for rank, each in pairs.items() if len(each) and bool(route.in_place[each[0]]) is long}
+
+
+def _runs(route: Route, pairs: np.ndarray, data: np.ndarray, begin: np.ndarray, counts: np.ndarray,
+          width: int) -> Iterator[Tensor]:
+    """Yield the bytes of each run of rows in one of a column's buffers, [bytes] uint8, where there are some."""
+    first = np.flatnonzero(route.run_begins[pairs])
+    sizes = np.add.reduceat(counts, first) * width
+    for at, size in zip((begin[first] * width).tolist(), sizes.tolist()):
+        if size:
+            yield torch.from_numpy(data[at : at + size])
 
 
 class ExchangedRows(NamedTuple):

@@ -20,7 +20,7 @@ from benchmarks.group import peak_over
 from distflow.data.batch import Batch, Ragged, decode_text, encode_text, to_list
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather
-from distflow.data.redistribute import ROUND_BYTES
+from distflow.data.redistribute import LONG_RUN, ROUND_BYTES
 from distflow.errors import ColumnError, RankMissing
 from distflow.plan import Layout, Plan
 from distflow.recovery.rank_status import RankStatus
@@ -110,25 +110,26 @@ def plans(draw) -> Plan:
 @pytest.mark.run
 @settings(max_examples=60)
 @given(plans(), st.integers(1, 7), st.sampled_from(["", "", "aabb", "abab", "abcd", "----", "aa--"]),
-       st.sampled_from([1, 40, ROUND_BYTES]))
-def test_any_plan_on_four_ranks_of_any_machines(plan, batch, machines, round_bytes):
-    check_run(plan, batch, machines=machines, round_bytes=round_bytes)
+       st.sampled_from([(1, LONG_RUN), (40, LONG_RUN), (ROUND_BYTES, 1), (ROUND_BYTES, 24), (1, 24)]))
+def test_any_plan_on_four_ranks_of_any_machines(plan, batch, machines, sizes):
+    check_run(plan, batch, machines=machines, sizes=sizes)
 
 
-def memory_of_a_move(plan: Plan) -> int:
+def memory_of_a_move(plan: Plan, reverse: bool) -> int:
     """The bytes by which a rank's memory grows at most while 32 MiB go from rank 0 to rank 1, on another machine."""
     rank, walker = dist.get_rank(), Walk(plan, 1)
+    ids, column = torch.arange(8192 if rank == 0 else 0), {"d_x": torch.ones(8192, 1024)} if rank == 0 else {}
     with mock.patch.dict(os.environ, DISTFLOW_MACHINE=f"machine {rank}"):
-        walker.buffer.start(Batch(torch.arange(64 if rank == 0 else 0),
-                                  {"d_x": torch.ones(64, 2**17)} if rank == 0 else {}))
+        walker.buffer.start(Batch(ids.flip(0) if reverse else ids, column))
         return peak_over(lambda: walker.buffer.take(plan.tasks[0]))
 
 
-def test_rows_for_other_machines_are_in_memory_twice_a_few_at_a_time():
+@pytest.mark.parametrize(("reverse", "most"), [(False, 7), (True, 12)])
+def test_rows_for_other_machines_are_in_memory_twice_a_few_at_a_time_or_not_at_all(reverse, most):
     plan = Builder(2, ONE, "d_x").node("a", "d_x", "", LAST).plan()
-    sender, receiver = run_ranks(2, memory_of_a_move, plan)
-    assert sender < 12 * 2**20
-    assert 30 * 2**20 < receiver < 44 * 2**20
+    sender, receiver = run_ranks(2, memory_of_a_move, plan, reverse)
+    assert sender < most * 2**20
+    assert 30 * 2**20 < receiver < (32 + most) * 2**20
 
 
 def balanced(plan: Plan) -> tuple[list[int], dict[str, float]]:

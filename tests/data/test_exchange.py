@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from distflow.data.exchange import exchange, gather
+from distflow.data.exchange import exchange, gather, send_each
 
 
 def payload(sender: int, receiver: int) -> list[int]:
@@ -18,6 +18,11 @@ def everyone_to_everyone() -> None:
     arrived = torch.empty(sum(arriving), dtype=torch.uint8)
     exchange(torch.tensor(sum(outgoing, []), dtype=torch.uint8), list(map(len, outgoing)), arrived, arriving)
     assert [part.tolist() for part in arrived.split(arriving)] == [payload(peer, rank) for peer in range(ranks)]
+    arrived.zero_()
+    received = dict(enumerate(arrived.split(arriving)))
+    send_each([(peer, torch.tensor(each, dtype=torch.uint8)) for peer, each in enumerate(outgoing) if peer != rank],
+              [(peer, each) for peer, each in received.items() if peer != rank])
+    assert all(each.tolist() == payload(peer, rank) for peer, each in received.items() if peer != rank)
     exchange(arrived[:0], [0] * ranks, arrived[:0], [0] * ranks)
     assert gather(b"x" * rank) == [b"x" * peer for peer in range(ranks)]
     assert gather(b"") == [b""] * ranks
