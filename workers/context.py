@@ -185,13 +185,14 @@ def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: b
     lock = RunLock(path, elastic.job if elastic else "") if store.rank == 0 and not alone else None
     if lock and resume:
         lock.hold()
-    device, device_index = choose_device(spec, plan, store)
+    device, device_index = choose_device(spec, plan, store)  # all ranks agree on the kind
     backend = choose_backend(spec.run.backend, device)
     if device == "cuda" and not store.rank:
         print(f"The ranks compute on GPUs; their collectives are {backend}'s.", flush=True)
-    room = int(spec.run.dock_gib * 2**30)
-    silence, takes = (elastic.silence, elastic.takes_shard) if elastic else (0.0, None)
-    channel = open_channel(plan, spec.run.data.batch, store, room, spec.run.on_stale == "wait", silence, takes) \
+    dock_bytes = int(spec.run.dock_gib * 2**30)
+    silence, takes_shard = (elastic.silence, elastic.takes_shard) if elastic else (0.0, None)
+    channel = open_channel(plan, spec.run.data.batch, store, dock_bytes, spec.run.on_stale == "wait", silence,
+                           takes_shard) \
         if plan.groups and not alone else None
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) or (elastic and elastic.replaces)  # `spec` is old then
     change = 0 if again else max(LiveConfig(path, group).newest() for group in (TRAINER, ROLLOUT, INFERENCE))

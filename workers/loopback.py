@@ -88,8 +88,13 @@ def create(parameters: RendezvousParameters) -> Loopback:
 def main() -> int:
     """Run torchrun. Return the first failed rank's exit code, or 128 + signal unless all ranks were done."""
     prepare()
-    made: list[Loopback] = []
-    rendezvous_handler_registry.register(NAME, lambda parameters: made.append(create(parameters)) or made[-1])
+    handlers: list[Loopback] = []  # the last one tells an interrupt after the last step from a failure
+
+    def create_handler(parameters: RendezvousParameters) -> Loopback:
+        handlers.append(create(parameters))
+        return handlers[-1]
+
+    rendezvous_handler_registry.register(NAME, create_handler)
     os.environ[AGENT] = str(os.getpid())
     os.environ.setdefault(TOKEN, secrets.token_hex(32))
     logger = logging.getLogger("torch.distributed.elastic")
@@ -106,7 +111,7 @@ def main() -> int:
               "run with it", file=sys.stderr)
         return 128 - failure.exitcode
     except SignalException as error:
-        return 0 if made and made[-1].completed else 128 + error.sigval
+        return 0 if handlers and handlers[-1].completed else 128 + error.sigval
     return 0
 
 

@@ -193,25 +193,26 @@ class HealthMonitor:
         reading = self.heartbeat.read()
         if self.gpu != self.heartbeat.gpu:
             self.gpu = self.heartbeat.gpu
-            worked = tensor_cores(self.gpu)
-            self.cores = worked and TensorCores(worked)
+            have_worked = tensor_cores(self.gpu)
+            self.cores = have_worked and TensorCores(have_worked)
         return Observation(self.group, reading.phase, reading.step, time.monotonic() - reading.since,
                            self.progress.of(reading.progress), self.heartbeats.of(self.heartbeat.page.heartbeats),
                            self.cores and self.cores.idle_seconds())
 
 
 class TensorCores:
-    """Tensor cores of a worker's GPU. worked: whether they have since it was last called."""
+    """Tensor cores of a worker's GPU. `have_worked`: whether they have since it was last called."""
 
-    def __init__(self, worked: Callable[[], bool]):
-        self.worked, self.silence, self.periods, self.looked = worked, Silence(_POLL_INTERVAL), 0, time.monotonic()
+    def __init__(self, have_worked: Callable[[], bool]):
+        self.have_worked, self.silence = have_worked, Silence(_POLL_INTERVAL)
+        self.active_looks, self.looked = 0, time.monotonic()
 
     def idle_seconds(self) -> float:
         """Return the seconds since they last worked, by a look once a second."""
         if time.monotonic() - self.looked > _POLL_INTERVAL:
             self.looked = time.monotonic()
-            self.periods += self.worked()
-        return self.silence.of(self.periods)
+            self.active_looks += self.have_worked()
+        return self.silence.of(self.active_looks)
 
 
 _REMEMBERED = 200  # steps that detectors see

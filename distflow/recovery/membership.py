@@ -269,8 +269,8 @@ class Membership:
         ones are looked at, and those before them once they are silent. `seen`: as in `_waiting`."""
         for last in range(mine - 1, 0, -_WATCHED):
             numbers = range(last, max(0, last - _WATCHED), -1)
-            for each, waits in zip(numbers, self.store.get_all([f"{round}/waits/{each}" for each in numbers])):
-                if seen.setdefault(each, (waits, Silence(self.silence / 2)))[1].of(waits) <= self.silence:
+            for number, entry in zip(numbers, self.store.get_all([f"{round}/waits/{each}" for each in numbers])):
+                if seen.setdefault(number, (entry, Silence(self.silence / 2)))[1].of(entry) <= self.silence:
                     return False
         return True
 
@@ -278,12 +278,12 @@ class Membership:
         """Return the machines that wait for a round to begin, in the order in which they came: those whose heartbeat
         goes on. `seen`: the first heartbeat of each that this machine has seen, and how long it has been silent."""
         found, numbers = list[str](), range(1, self.store.add(f"{round}/came", 0) + 1)
-        for each, waits in zip(numbers, self.store.get_all([f"{round}/waits/{each}" for each in numbers])):
-            if waits:
-                _, name = waits.split(" ", 1)
-                first, silence = seen.setdefault(each, (waits, Silence(self.silence / 2)))
-                lives = silence.of(waits) <= self.silence and (waits != first or name == self.name)
-                found += [name] if lives else []
+        for number, entry in zip(numbers, self.store.get_all([f"{round}/waits/{each}" for each in numbers])):
+            if entry:
+                _, name = entry.split(" ", 1)
+                first, silence = seen.setdefault(number, (entry, Silence(self.silence / 2)))
+                is_alive = silence.of(entry) <= self.silence and (entry != first or name == self.name)
+                found += [name] if is_alive else []
         return found
 
     def _claim_block(self, round: int, members: list[str]) -> tuple[int, int, bool] | None:
@@ -298,9 +298,9 @@ class Membership:
             self.propose(round, f"machine {host_of(self.name)} has come")
             return None
         silences = {block: Silence(self.silence / 2) for block in range(self.most)}
-        reported, since, free = set[str](), time.monotonic(), range(self.vital, blocks)
+        reported, since, candidates = set[str](), time.monotonic(), range(self.vital, blocks)
         while not self.is_superseded(round):
-            for block, (before, left, heartbeat) in zip(free, self.signs_of_life(round, free)):
+            for block, (before, left, heartbeat) in zip(candidates, self.signs_of_life(round, candidates)):
                 silent = silences[block].of((before, heartbeat)) > self.silence
                 if (not before or silent or left) and not self.is_superseded(round) and \
                         (replaces := self._take(round, block, before, silent)) is not None:

@@ -133,7 +133,7 @@ class EndpointServer(HttpServer):
         request = read_request(_KINDS[path], content)
         retry = headers.get("X-Stainless-retry-count", "0") != "0"
         turn = await sender.serve(request, hashlib.sha256(path.encode() + content).digest(), retry)
-        return _success(request, turn, sender.dialogue)
+        return _turn_reply(request, turn, sender.dialogue)
 
     def refused(self, sender: ServedRow | None, error: RequestRefused) -> Reply:
         if sender is not None:
@@ -162,7 +162,8 @@ def _dumped(content: dict[str, Any]) -> str:
     return json.dumps(finite(content), allow_nan=False)
 
 
-def _success(request: ChatRequest | CompletionRequest, turn: ServedTurn, dialogue: Dialogue) -> Reply:
+def _turn_reply(request: ChatRequest | CompletionRequest, turn: ServedTurn, dialogue: Dialogue) -> Reply:
+    """Return a turn as JSON, or as the events of a stream, sent together."""
     created, decode = int(time.time()), lambda token: str(dialogue.tokenizer.decode([token]))
     if not request.stream:
         return _json(HTTPStatus.OK, response_body(request, turn, created, decode))

@@ -154,15 +154,15 @@ class FileNames:
             with torch.device("meta"):
                 self.model = type(model)(copy.deepcopy(model.config))
             self.model._weight_conversions = conversions
-        back = [each.reverse_transform() for each in conversions[::-1]]
-        renamings = [each for each in back if isinstance(each, WeightRenaming)]
-        converters = [each for each in back if isinstance(each, WeightConverter)]
-        firsts, self.first, self.names = dict[str, str](), dict[str, str](), dict[str, set[str]]()
-        """By a parameter's name: the first one of those that become tensors of files together; all by the first."""
+        reverse = [each.reverse_transform() for each in conversions[::-1]]
+        renamings = [each for each in reverse if isinstance(each, WeightRenaming)]
+        converters = [each for each in reverse if isinstance(each, WeightConverter)]
+        by_tensor = dict[str, list[str]]()
         for name, _ in model.named_parameters():
-            first = firsts.setdefault(rename_source_key(name, renamings, converters, reverse=True)[0], name)
-            self.first[name] = first
-            self.names.setdefault(first, set()).add(name)
+            tensor_name = rename_source_key(name, renamings, converters, reverse=True)[0]
+            by_tensor.setdefault(tensor_name, []).append(name)
+        self.group = {name: tuple(names) for names in by_tensor.values() for name in names}
+        """Name of a parameter → the names of all that become tensors of files together with it."""
 
     def convert(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of files that these parameters become; they are all that belong together."""
@@ -171,19 +171,19 @@ class FileNames:
     def stream(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors of files as soon as they can be made. A parameter may be overwritten once the next one is
         requested. Raises EngineError: one came without those that belong to it."""
-        waiting: dict[str, dict[str, Tensor]] = {}
+        waiting: dict[tuple[str, ...], dict[str, Tensor]] = {}
         for name, tensor in weights:
-            first = self.first[name]
-            if self.names[first] == {name}:
+            group = self.group[name]
+            if len(group) == 1:
                 yield from self.convert({name: tensor}).items()
                 continue
-            have = waiting.setdefault(first, {})
-            have[name] = tensor.clone()
-            if have.keys() == self.names[first]:
-                yield from self.convert(waiting.pop(first)).items()
-        for have in waiting.values():
-            raise EngineError(f"{listing(sorted(have))} came without the weights that are one tensor with them in the "
-                              "model's files. Load them together")
+            arrived = waiting.setdefault(group, {})
+            arrived[name] = tensor.clone()
+            if arrived.keys() == set(group):
+                yield from self.convert(waiting.pop(group)).items()
+        for arrived in waiting.values():
+            raise EngineError(f"{listing(sorted(arrived))} came without the weights that are one tensor with them in "
+                              "the model's files. Load them together")
 
 
 def cache_on_cpu(config: PretrainedConfig, generation: Generation, dtype: torch.dtype,

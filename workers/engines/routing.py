@@ -80,9 +80,8 @@ class Routers:
     what they would."""
 
     def __init__(self, model: PreTrainedModel, stage: nn.Module | None = None, first: int = 0):
-        self.routing, self.replayed, self._recorded = Routing.of(model), None, []
-        self.replayed: Tensor | None
-        self.records = False
+        self.routing, self._recorded, self.records = Routing.of(model), [], False
+        self.replayed: Tensor | None = None
         for layer, router in enumerate(routers_of(stage or model), first):
             router.forward = functools.partial(self._route, router.forward, layer)
 
@@ -215,9 +214,9 @@ def without_router_logits(model: PreTrainedModel) -> None:
         model.get_decoder().register_forward_pre_hook(_without_router_logits, with_kwargs=True)
 
 
-def _without_router_logits(_: nn.Module, inputs: Any, more: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return inputs, {**more, "output_router_logits": False}
+def _without_router_logits(_: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return inputs, {**kwargs, "output_router_logits": False}
 
 
-def _with_router_logits(_: nn.Module, inputs: Any, more: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return inputs, {**more, "output_router_logits": torch.is_grad_enabled()}
+def _with_router_logits(_: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return inputs, {**kwargs, "output_router_logits": torch.is_grad_enabled()}

@@ -69,12 +69,12 @@ _ATTENTION: Plan = {"self_attn.q_proj": ColwiseParallel(), "self_attn.k_proj": C
 _EXPERTS: Plan = {"mlp.experts": ExpertsParallel()}
 
 
-def _within(part: str) -> Plan:
+def _feed_forward_of(part: str) -> Plan:
     return {f"{part}.gate_proj": ColwiseParallel(), f"{part}.up_proj": ColwiseParallel(),
             f"{part}.down_proj": RowwiseParallel()}
 
 
-_FEED_FORWARD = _within("mlp")
+_FEED_FORWARD = _feed_forward_of("mlp")
 # A per-head norm sees only this rank's heads [B, L, heads, D]; this style sums its gradient over the ranks.
 _PER_HEAD: Plan = {"self_attn.q_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
                    "self_attn.k_norm": SequenceParallel(sequence_dim=2, use_local_output=True)}
@@ -85,9 +85,9 @@ PLANS: dict[str, Plan] = {
     "qwen2": {**_ATTENTION, **_FEED_FORWARD},
     "qwen3": {**_ATTENTION, **_FEED_FORWARD, **_PER_HEAD},
     "mixtral": {**_ATTENTION, **_EXPERTS},
-    "qwen2_moe": {**_ATTENTION, **_FEED_FORWARD, **_EXPERTS, **_within("mlp.shared_expert")},
+    "qwen2_moe": {**_ATTENTION, **_FEED_FORWARD, **_EXPERTS, **_feed_forward_of("mlp.shared_expert")},
     "qwen3_moe": {**_ATTENTION, **_FEED_FORWARD, **_EXPERTS, **_PER_HEAD},
-    "glm4_moe": {**_ATTENTION, **_FEED_FORWARD, **_EXPERTS, **_within("mlp.shared_experts"), **_PER_HEAD},
+    "glm4_moe": {**_ATTENTION, **_FEED_FORWARD, **_EXPERTS, **_feed_forward_of("mlp.shared_experts"), **_PER_HEAD},
 }
 """Plan by `model_type` of the text configuration. A family with the same layer names may reuse one:
 PLANS["my_family"] = PLANS["llama"]"""

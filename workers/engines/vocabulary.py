@@ -109,26 +109,28 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float,
                 group: dist.ProcessGroup | None, first: int, part: int) -> tuple[Tensor, Tensor]:
-        """Compute piece by piece; `part`, the rows of the largest split, makes all ranks agree on the pieces."""
+        """Compute piece by piece; `part`, the rows of the largest split, makes all ranks agree on the pieces.
+        `to_sum` [n, K + 2]: logits of the K tokens, the sum of all powers, and of powers times logits."""
         asked = _as_columns(tokens)
         entropies, normalizers = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
         logprobs = torch.empty(tokens.shape, device=hidden.device)
         for piece in _pieces(hidden, part):
             logits = nn.functional.linear(hidden[piece], weight)
-            numbers = normalizers.new_zeros(len(logits), asked.shape[1] + 2)
+            to_sum = normalizers.new_zeros(len(logits), asked.shape[1] + 2)
             columns = _local_columns(asked[piece] - first, len(weight))
             if len(weight):
+                # before `moments`, which takes the memory of the logits; -1: a token of another rank
                 chosen = logits.gather(1, columns.clamp(min=0)).float() / temperature
-                numbers[:, :-2] = chosen.where(columns >= 0, 0.0)
+                to_sum[:, :-2] = chosen.where(columns >= 0, 0.0)
             own_top, *sums = moments(logits, temperature)
             del logits  # the next piece has its own
             top = _all_reduce(own_top.clone(), dist.ReduceOp.MAX, group)
-            numbers[:, -2], numbers[:, -1] = relative_to(top, own_top, *sums)
-            numbers[:, :-2] -= top[:, None].where(columns >= 0, 0.0)
-            *_, total, weighted = _all_reduce(numbers, dist.ReduceOp.SUM, group).unbind(-1)
-            spread = total.log()
-            _as_columns(logprobs)[piece] = numbers[:, :-2] - spread[:, None]
-            entropies[piece], normalizers[piece] = spread - weighted / total, top + spread
+            to_sum[:, -2], to_sum[:, -1] = relative_to(top, own_top, *sums)
+            to_sum[:, :-2] -= top[:, None].where(columns >= 0, 0.0)
+            *_, total, weighted = _all_reduce(to_sum, dist.ReduceOp.SUM, group).unbind(-1)
+            log_total = total.log()
+            _as_columns(logprobs)[piece] = to_sum[:, :-2] - log_total[:, None]
+            entropies[piece], normalizers[piece] = log_total - weighted / total, top + log_total
         ctx.save_for_backward(hidden, weight, asked, normalizers, entropies)
         ctx.temperature, ctx.group, ctx.first, ctx.part = temperature, group, first, part
         ctx.set_materialize_grads(False)

@@ -28,9 +28,9 @@ class WeightRoute:
     def __init__(self, training: Sequence[int], sampling: Sequence[int]):
         """`training`, `sampling`: the ranks that have the role's trainer and its rollout. Collective over all ranks."""
         others = [rank for rank in sampling if rank not in training]
-        self.first = training[0]
+        self.sender = training[0]
         self.members = group_along(torch.tensor(sorted({*training, *sampling})), 0)
-        self.receiving = group_along(torch.tensor(sorted([self.first, *others])), 0) if others else None
+        self.receiving = group_along(torch.tensor(sorted([self.sender, *others])), 0) if others else None
 
     def newer_version(self, trained: int | None, loaded: int | None) -> int | None:
         """Return the trainer's version if any rollout has another one, else None. Collective over the ranks of both.
@@ -44,8 +44,9 @@ class WeightRoute:
         return newest if any(version not in (None, newest) for _, version in versions) else None
 
     def send_and_yield(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield a trainer's whole weights; from its first rank they also go to the ranks that only sample."""
-        if self.receiving is None or dist.get_rank() != self.first:
+        """Yield a trainer's whole weights; from its first rank they also go to the ranks that only sample, which wait
+        until the last one has been taken."""
+        if self.receiving is None or dist.get_rank() != self.sender:
             yield from weights
             return
         schema: list[ColumnEntry] = []
@@ -63,14 +64,14 @@ class WeightRoute:
             filled += size
             yield name, tensor
         self._send(schema, bucket[:filled])
-        self._schema([])
+        self._exchange_schema([])
 
     def receive(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole weights that the trainer's first rank sends."""
-        while message := self._schema(None):
+        while message := self._exchange_schema(None):
             size, schema = message
             buffer = torch.empty(size, dtype=torch.uint8, device=device)
-            dist.broadcast(buffer, self.first, self.receiving)
+            dist.broadcast(buffer, self.sender, self.receiving)
             yield from decode_tensors(schema, buffer).items()
 
     def first_of(self, value: Any) -> Any:
@@ -79,9 +80,9 @@ class WeightRoute:
 
     def _send(self, schema: list[ColumnEntry], bucket: Tensor) -> None:
         if schema:
-            self._schema([len(bucket), schema])
-            dist.broadcast(bucket, self.first, self.receiving)
+            self._exchange_schema([len(bucket), schema])
+            dist.broadcast(bucket, self.sender, self.receiving)
 
-    def _schema(self, own: list[Any] | None) -> list[Any]:
+    def _exchange_schema(self, own: list[Any] | None) -> list[Any]:
         """Return bytes and schema of the first rank's next bucket; an empty list after the last one."""
-        return next(found for found in gather_values(own, self.receiving) if found is not None)
+        return next(each for each in gather_values(own, self.receiving) if each is not None)

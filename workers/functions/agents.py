@@ -52,18 +52,20 @@ def run_agent(engine: Any, prompts: Ragged, row: Tensor, *, agent: Agent, group_
     It finds the model at OPENAI_BASE_URL with OPENAI_API_KEY. The last line that it prints is `{"reward": NUMBER}`,
     unless `printed_reward` is false. A row whose command fails, takes longer than `seconds` or samples nothing is
     not kept. Raises RewardsFailed: all of them have failed in several steps in a row."""
-    own = engine.settings.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
+    turn_tokens = engine.settings.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
     ids = (row[:, None] * group_size + row.new_tensor(range(group_size))).flatten()
-    limits = DialogueLimits(max_turns, max_tokens, own, max_prompt_tokens, tuple(engine.settings.generation.stop or ()))
-    settings = EnvSettings(_COMMAND, {"printed_reward": printed_reward}, False, False, processes, seconds, memory_gib)
+    stop = tuple(engine.settings.generation.stop or ())
+    limits = DialogueLimits(max_turns, max_tokens, turn_tokens, max_prompt_tokens, stop)
+    settings = EnvSettings(_COMMAND, {"printed_reward": printed_reward}, safe=False, coroutine=False,
+                           processes=processes, seconds=seconds, memory_gib=memory_gib)
     inbox: queue.SimpleQueue[TurnRequest | None] = queue.SimpleQueue()
-    with engine.converse(prompts, ids, group_size, min(own, max_tokens)) as (session, rows):
+    with engine.converse(prompts, ids, group_size, min(turn_tokens, max_tokens)) as (session, rows):
         saved = trajectories().claim(engine.step, engine.stream or 0, len(rows))
         episodes = [Trajectory(each, {name: columns[name][index // group_size] for name in readable_fields(agent)},
                             index < saved) for index, each in enumerate(rows)]
 
-        def wake(ask: TurnRequest | None = None) -> None:
-            inbox.put(ask)
+        def wake(request: TurnRequest | None = None) -> None:
+            inbox.put(request)
             session.wake()
 
         with service_of(settings).client(wake, again=False) as commands, \
@@ -95,7 +97,7 @@ class AgentLoop:
     def __init__(self, engine: Any, session: Session, commands: EnvClient, served: dict[int, ServedRow],
                  inbox: queue.SimpleQueue[TurnRequest | None]):
         self.engine, self.session, self.commands, self.served, self.inbox = engine, session, commands, served, inbox
-        self.asks: dict[int, TurnRequest] = {}  # turns under way, by row
+        self.requests: dict[int, TurnRequest] = {}  # turns under way, by row
         self.running: dict[int, Trajectory] = {}  # by row
         self.idle = 0.0  # seconds without anything to sample
 
@@ -106,11 +108,11 @@ class AgentLoop:
                 self._start(agent, waiting.popleft())
             for row, answer in self.commands.turns():  # submits those that have started, too
                 self._end(self.running.pop(row), answer)
-            for ask in self._arrived():
-                if ask.row in self.running:
-                    self._sample(self.running[ask.row], ask)
+            for request in self._arrived():
+                if request.row in self.running:
+                    self._sample(self.running[request.row], request)
             for row in self.session.step() if self.session.busy else ():
-                if row.id in self.asks:  # its command may have ended
+                if row.id in self.requests:  # its command may have ended
                     self._answer(self.running[row.id])
 
     def _start(self, agent: str, episode: Trajectory) -> None:
@@ -143,28 +145,29 @@ class AgentLoop:
                     self.idle += time.perf_counter() - start
                     start = time.perf_counter()
 
-    def _sample(self, episode: Trajectory, ask: TurnRequest) -> None:
-        row, tokens = episode.row, torch.tensor(ask.addition.tokens, dtype=torch.int64)
-        self.asks[row.id] = ask
+    def _sample(self, episode: Trajectory, request: TurnRequest) -> None:
+        row, tokens = episode.row, torch.tensor(request.addition.tokens, dtype=torch.int64)
+        self.requests[row.id] = request
         if episode.turns:
-            episode.record(Turn(ask.addition.text), self.engine)
+            episode.record(Turn(request.addition.text), self.engine)
             episode.add_observed(tokens)
-            self.session.extend(row, tokens, ask.addition.limit)
+            self.session.extend(row, tokens, request.addition.limit)
         else:
-            row.sequence, row.prompt, row.limit = tokens, len(tokens), ask.addition.limit
+            row.sequence, row.prompt, row.limit = tokens, len(tokens), request.addition.limit
             self.session.add([row])
 
     def _answer(self, episode: Trajectory) -> None:
         row = episode.row
         episode.add_turn()
         version = int(row.versions[-1]) if len(row.versions) else -1
-        self.asks.pop(row.id).answer(AnsweredTurn(row.tokens.tolist(), row.logprobs.tolist(), version, row.finished))
+        turn = AnsweredTurn(row.tokens.tolist(), row.logprobs.tolist(), version, row.finished)
+        self.requests.pop(row.id).answer(turn)
 
     def _end(self, episode: Trajectory, answer: Turn | EnvFailure) -> None:
         row = episode.row
         served = self.served[row.id]
         endpoint().remove(served)
-        if self.asks.pop(row.id, None) is not None:  # it is not served, and so not trained
+        if self.requests.pop(row.id, None) is not None:  # it is not served, and so not trained
             self.session.abort([row])
             _drop_unserved(episode)
         if isinstance(answer, Turn) and served.lost:

@@ -270,13 +270,14 @@ def report_episodes(episodes: list[Trajectory], ids: Tensor, step: int, who: tup
     metrics.mean("response/truncated", sum(not episode.finished for episode in episodes), len(episodes))
     metrics.add("environment/cut", sum(episode.cut for episode in episodes))
     metrics.add("environment/failed", len(failures))
-    said = [answer.observation for episode in episodes for answer in episode.answers if answer.observation]
-    metrics.mean("environment/error_answers", sum(_is_error(text) for text in said), len(said))
-    metrics.mean("environment/same_answers", max(Counter(map(str, said)).values(), default=0), len(said))
-    told = [str(text).strip() == wanted for episode in episodes
-            if (wanted := marked_answer(episode.columns.get("answer", "")))
-            for text in [answer.observation for answer in episode.answers if answer.observation][:-1]]
-    metrics.mean("environment/told", sum(told), len(told))
+    observations = [answer.observation for episode in episodes for answer in episode.answers if answer.observation]
+    metrics.mean("environment/error_answers", sum(map(_is_error, observations)), len(observations))
+    metrics.mean("environment/same_answers", max(Counter(map(str, observations)).values(), default=0),
+                 len(observations))
+    gives_away = [str(answer.observation).strip() == wanted for episode in episodes
+                  if (wanted := marked_answer(episode.columns.get("answer", "")))
+                  for answer in episode.answers[:-1] if answer.observation]  # no turn reads the last one
+    metrics.mean("environment/told", sum(gives_away), len(gives_away))
     metrics.add("environment/timeouts", sum(failure.timeout for failure in failures))
     metrics.add("tokens", sum(len(piece.tokens) for episode in episodes for piece in episode.pieces if piece.sampled))
     if idle is not None:

@@ -35,7 +35,7 @@ import msgpack
 from distflow.telemetry.processes import Child, adopt_orphans, children, die_with, kill_descendants, spawn
 from distflow.telemetry.screen import prepare
 from distflow.telemetry.stack_file import StackFile, ignore_dumps, location_in
-from workers.isolation.sandbox.memory_limit import PollSchedule, SharedMemoryUse, files_in_memory, unlink_unused
+from workers.isolation.sandbox.memory_limit import PollSchedule, SharedMemoryUse, shm_files, unlink_unused
 from workers.isolation.user_code import guarded
 
 Message = dict[str, Any]
@@ -182,10 +182,10 @@ class _ForkServer:
         requests.register(self.connection, select.POLLIN)
         try:
             while True:
-                pause = max(0.0, schedule.next - time.monotonic()) if self.children else None
+                pause = max(0.0, schedule.due - time.monotonic()) if self.children else None
                 if requests.poll(pause and 1000 * pause) and not self._serve_one():
                     return
-                if self.children and time.monotonic() >= schedule.next:
+                if self.children and time.monotonic() >= schedule.due:
                     with schedule.poll():
                         self._check_children()
         finally:
@@ -218,7 +218,7 @@ class _ForkServer:
 
     def _fork(self, file: int) -> int:
         limits = {resource.RLIMIT_DATA: self.limit, resource.RLIMIT_CORE: 0}
-        stack, earlier = StackFile(), files_in_memory()
+        stack, earlier = StackFile(), shm_files()
         child = spawn(partial(self._run_child, file, stack), session=True, limits=limits, oom_score=1000)
         os.close(file)
         self.children[child.pid] = child, SharedMemoryUse(child.pid, self.limit, earlier), stack

@@ -114,7 +114,8 @@ class RewardProcess(ChildProcess):
         return job.timeout + (_EXTRA_TIME if job.coroutine else 0.0)
 
     def read(self, message: Any) -> tuple[RewardCall, Message] | None:
-        """Return a call and its checked answer; None for one that is not expected, as a copy of the child sends."""
+        """Return a call and its checked answer; None for one that is not expected, as a copy of the child sends. Raises
+        what MALFORMED lists: the answer is none, and the pool ends the child."""
         call: RewardCall | None = self.pending.get(message["call"])
         if call is None:
             return None
@@ -125,7 +126,7 @@ class RewardProcess(ChildProcess):
             self.start_clocks()
             return None
         if "impossible" not in message:
-            _check(message, len(call.keys))
+            _require_valid(message, len(call.keys))
         self.answered(call)
         return call, message
 
@@ -138,7 +139,9 @@ def _first_to_report(reward: str) -> bool:
     return first is None or first["rank"] == events.current().rank
 
 
-def _check(message: Message, samples: int) -> None:
+def _require_valid(message: Message, samples: int) -> None:
+    """Raise ValueError unless there is a finite number, or [reason, traceback], for each sample, and metrics are named
+    sums. Users' code runs in the child, and could send anything."""
     values, metrics = message["values"], message["metrics"]
     if type(values) is not list or type(metrics) is not list or len(values) != samples:
         raise ValueError(f"{values} and {metrics} for {samples} samples")

@@ -158,21 +158,21 @@ def find_reward(name: str, module: str = "") -> Any:
     return REWARDS[name]
 
 
-def report(scores: Scores, names: Sequence[int]) -> str:
-    """Return one line about the failed rows; "" if there are none."""
+def report(scores: Scores, samples: Sequence[int]) -> str:
+    """Return one line about the failed rows, of these samples; "" if there are none."""
     if not scores.failures:
         return ""
     lost, every = scores.keep.count(False), "EVERY ONE" if not any(scores.keep) else ""
     parts = []
     for name in dict.fromkeys(name for name, _, _ in scores.failures):
-        mine = [(row, failed) for other, row, failed in scores.failures if other == name]
-        reason, count = Counter(failed.reason for _, failed in mine).most_common(1)[0]
-        first, failed = next((row, failed) for row, failed in mine if failed.reason == reason)
+        of_reward = [(row, failed) for other, row, failed in scores.failures if other == name]
+        reason, count = Counter(failed.reason for _, failed in of_reward).most_common(1)[0]
+        row, failed = next((row, failed) for row, failed in of_reward if failed.reason == reason)
         more = f", and {count - 1} more" if count > 1 else ""
         colon = ":" if reason.startswith("its process") else ""
         line = users_line(failed.trace)
         at = f", at {line}" if line else ""
-        parts.append(f"reward `{name}`{colon} {' '.join(reason.split())[:300]} (sample {names[first]}{more}){at}")
+        parts.append(f"reward `{name}`{colon} {' '.join(reason.split())[:300]} (sample {samples[row]}{more}){at}")
     return f"{every or lost} of {len(scores.keep)} samples left out: {'; '.join(parts)}"
 
 

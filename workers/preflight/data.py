@@ -121,7 +121,7 @@ def _tool_calls_can_be_read(records: FirstRecords) -> Iterator[FailedProof]:
     broken, unknown = {}, {}
     for index, row in enumerate(records.rows):
         tools = {_name(tool.get("function", tool)) for tool in tools_of(row, records.data) or ()}
-        for call in _calls(row[records.data.question]):
+        for call in _called_functions(row[records.data.question]):
             if wrong := _wrong_arguments(call.get("arguments")):
                 broken[index] = wrong
             elif tools and _name(call) not in tools:
@@ -171,7 +171,7 @@ def _ends_with(question: str, answer: str) -> bool:
     return len(answer) >= _LONG and question.endswith(answer)
 
 
-def _calls(asked: str | list[Message]) -> Iterator[dict[str, Any]]:
+def _called_functions(asked: str | list[Message]) -> Iterator[dict[str, Any]]:
     for message in asked if isinstance(asked, list) else ():
         for call in message.get("tool_calls") or ():
             if isinstance(call, dict):
@@ -179,11 +179,12 @@ def _calls(asked: str | list[Message]) -> Iterator[dict[str, Any]]:
 
 
 def _wrong_arguments(arguments: Any) -> str:
+    """Return the arguments of a call as a message shows them if they are no JSON object; "" if they are one."""
     try:
-        read = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        read = arguments
-    return "" if read is None or isinstance(read, dict) else shortened(str(arguments))
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):  # no JSON; nested too deeply
+        parsed = arguments
+    return "" if parsed is None or isinstance(parsed, dict) else shortened(str(arguments))
 
 
 def _name(function: Record) -> str:

@@ -197,7 +197,9 @@ class _TokenTrial:
     def _failed(self, holds: Callable[[_Rendered], Any], what: Callable[[_Rendered], str] = lambda _: "",
                 hint: str = "", before: str = "", doubt: bool | None = None,
                 kind: str = "") -> Iterator[FailedProof]:
-        """Yield the failed proof for the records of which `holds` is true; `what` says what is wrong with the first."""
+        """Yield the failed proof for the records of which `holds` is true; `what` says what is wrong with the first.
+        `doubt`: True, the run starts with a note; False, it is refused; None, a note where some records are good.
+        `before`: how the sentence begins, in front of the records."""
         bad = [index for index, each in enumerate(self.rendered) if holds(each)]
         if bad:
             yield from self.records.failed(bad, what(self.rendered[bad[0]]), hint, doubt, before, kind)
@@ -211,17 +213,18 @@ class _TokenTrial:
                                     before=f"the chat template leaves out the message of `{role}` of ")
         yield from self._failed(_dropped_call, lambda each: f": of {shortened(_dropped_call(each))}",
                                 "Take a template that writes `tool_calls`.",
-                                "the chat template leaves out a tool call of the question of ", doubt=True)
+                                "the chat template leaves out a tool call of the question of ",
+                                doubt=True)
 
     def _texts(self) -> Iterator[FailedProof]:
         talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         written = _EMPTY_TAGS.sub("", render_whole(self.tokenizer, talk, **self.options))
-        own = [str(token) for token in self.tokenizer.added_tokens_decoder.values()
-               if token.special and str(token) in written]
+        dividers = [str(token) for token in self.tokenizer.added_tokens_decoder.values()
+                    if token.special and str(token) in written]
 
         def within(each: _Rendered) -> str:
             texts = [content_text(message.get("content")) for message in each.whole]
-            return next((token for token in own for text in texts if token in text), "")
+            return next((token for token in dividers for text in texts if token in text), "")
 
         yield from self._failed(within, lambda each: f" has {shortened(within(each))} in a text, which becomes the "
                                 "token by which the chat template divides messages", "Take it out of the data.",

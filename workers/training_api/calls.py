@@ -245,15 +245,15 @@ class TrainingCalls:
         if self.passes and not self.role.engine.accumulates:
             raise RequestRefused("a gradient is not applied, and this engine loses it where it samples: call "
                                  "optim_step or zero_grad before sample")
-        most = self.role.settings.generation.max_new_tokens
-        if (request.max_tokens or 0) > most:
+        limit = self.role.settings.generation.max_new_tokens
+        if (request.max_tokens or 0) > limit:
             raise RequestRefused(f"`max_tokens` is {request.max_tokens}, and the run's generation.max_new_tokens is "
-                                 f"{most}")
+                                 f"{limit}")
         prompts = [self._encoded(each) if isinstance(each, str) else each for each in request.prompts]
         for index, prompt in enumerate(prompts):
             self._check_tokens(f"prompts[{index}]", prompt)
             self._check_tokens(f"prompts[{index}] with max_tokens", prompt[:1], len(prompt) - 1 +
-                               (request.max_tokens or most))
+                               (request.max_tokens or limit))
         return [prompts, request.num_samples, request.max_tokens, request.greedy, max(self.sampled, request.sampled)]
 
     def _encoded(self, question: str) -> list[int]:

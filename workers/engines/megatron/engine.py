@@ -161,7 +161,7 @@ class MegatronEngine(Trainer):
     def _on_all_stages(self, found: list[Tensor], packs: list[Packed]) -> list[Tensor]:
         if self.layout.pp == 1:
             return found
-        counts = [packed.count for packed in packs]
+        counts = [packed.response_count for packed in packs]
         values = torch.cat(found, 1) if self.last else torch.empty(2, sum(counts), device=self.device)
         dist.broadcast(values, group=self.groups.pp, group_src=self.layout.pp - 1)
         return list(values.split(counts, 1))

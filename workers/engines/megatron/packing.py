@@ -69,8 +69,8 @@ class Packed:
     sequences: Sequences
     places: Tensor  # [n] index, among this rank's tokens, of each token before a response token
     targets: Tensor  # [n] that response token
-    numbers: Tensor  # [n] its index among all N response tokens
-    count: int  # number of all response tokens, N
+    indices: Tensor  # [n] its index among all N response tokens
+    response_count: int  # number of all response tokens, N
     starts: Tensor  # [B] index of each sequence's first token among all tokens, padded
     local: Tensor  # [T] index, among this rank's tokens, of each of all tokens; -1: another rank has it
 
@@ -78,10 +78,10 @@ class Packed:
         """Return [T / cp, …] this rank's part of `rows`, values of the first tokens of each sequence; `fill` for the
         other tokens."""
         places, count = self.local[_places(self.starts, rows)], self.tokens.shape[1]
-        here = places >= 0
-        whole = rows.values.new_full((count, *rows.values.shape[1:]), fill)
-        whole[places[here]] = rows.values[here]
-        return whole
+        is_local = places >= 0
+        laid_out = rows.values.new_full((count, *rows.values.shape[1:]), fill)
+        laid_out[places[is_local]] = rows.values[is_local]
+        return laid_out
 
 
 def pack(prompts: Ragged, responses: Ragged, pad_token: int, cp: int, rank: int, device: torch.device) -> Packed:
@@ -92,21 +92,22 @@ def pack(prompts: Ragged, responses: Ragged, pad_token: int, cp: int, rank: int,
     starts = padded.cumsum(0) - padded
     tokens = torch.full((int(padded.sum()),), pad_token)
     tokens[_places(starts, prompts)] = prompts.values
-    after = _places(starts + prompts.lengths, responses)
-    tokens[after] = responses.values
+    response_places = _places(starts + prompts.lengths, responses)
+    tokens[response_places] = responses.values
     held = torch.cat([_tokens_of_rank(length, start, cp, rank)
                       for length, start in zip(padded.tolist(), starts.tolist())])
     local = torch.full((len(tokens),), -1)
     local[held] = torch.arange(len(held))
-    here = local[after - 1]
-    mine = (here >= 0).nonzero()[:, 0]
+    before = local[response_places - 1]  # each prompt has a token at least
+    own_responses = (before >= 0).nonzero()[:, 0]
     ends = torch.nn.functional.pad(padded.cumsum(0), (1, 0)).to(torch.int32).to(device)
     longest = int(padded.max())
     sequences = Sequences(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest,
                           max_seqlen_kv=longest, pieces=_pieces(padded.tolist(), cp, rank),
                           order=_order(padded.tolist(), starts.tolist(), cp, device) if cp > 1 else None)
-    return Packed(tokens[held][None].to(device), sequences, here[mine].to(device),
-                  responses.values[mine].to(device), mine.to(device), len(responses.values), starts, local)
+    return Packed(tokens[held][None].to(device), sequences, before[own_responses].to(device),
+                  responses.values[own_responses].to(device), own_responses.to(device), len(responses.values), starts,
+                  local)
 
 
 def _places(starts: Tensor, rows: Ragged) -> Tensor:
@@ -160,4 +161,4 @@ def gather_response_tokens(values: Tensor, packed: Packed, group: dist.ProcessGr
     """Gather this rank's values [n] into those of all N response tokens."""
     if packed.sequences.order is None:
         return values
-    return _Sum.apply(values.new_zeros(packed.count).index_put((packed.numbers,), values), group)
+    return _Sum.apply(values.new_zeros(packed.response_count).index_put((packed.indices,), values), group)

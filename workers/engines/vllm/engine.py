@@ -291,7 +291,7 @@ class WeightLoader:
         self.problem, self.size = "", 0
 
     def _group_of(self, name: str) -> str:
-        parent, _, module = self.files.first[name].rpartition(".")[0].rpartition(".")
+        parent, _, module = self.files.group[name][0].rpartition(".")[0].rpartition(".")
         return f"{parent}.{self.whole.get(module, module)}"
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from distflow.telemetry.processes import children
 
-_FILES = ("/dev/shm/", "/memfd:")
+_SHM, _MEMFD = "/dev/shm/", "/memfd:"
 _ANONYMOUS = ("psm_", "pym-", "sem.", "mp-", "torch_")
 """How the names begin that Python and torch give to shared memory. Somebody may look for a file of any other name."""
-_INTERVAL, _RATIO = 0.25, 20.0  # shortest pause between polls: seconds, multiples of a poll's time
+_PAUSE, _PAUSE_PER_POLL = 0.25, 20.0  # shortest pause between polls: seconds, multiples of what the poll took
 Inode = tuple[int, int]
 
 
@@ -31,7 +31,7 @@ class SharedMemoryUse:
         self.left: dict[str, Inode] = {}  # files of /dev/shm that the processes have opened for writing
 
     def exceeded(self) -> bool:
-        processes = list(family(self.process))
+        processes = list(with_descendants(self.process))
         files = self._files(processes)
         total = sum(files.values())
         if total + sum(map(_resident, processes)) <= self.limit:  # counts shared pages more than once, and is cheap
@@ -40,7 +40,7 @@ class SharedMemoryUse:
 
     def note_files(self) -> None:
         """Note the files of /dev/shm that the processes have open or mapped for writing, before they are killed."""
-        processes = list(family(self.process))
+        processes = list(with_descendants(self.process))
         self._files(processes)
         self.left |= dict(_mapped_files(processes))
 
@@ -56,7 +56,7 @@ class SharedMemoryUse:
             with contextlib.suppress(OSError):
                 file = os.stat(open_file)
                 found[file.st_dev, file.st_ino] = 512 * file.st_blocks
-                if path.startswith(_FILES[0]):
+                if path.startswith(_SHM):
                     self.left[path] = file.st_dev, file.st_ino
         for path, inode in list(self.left.items()):
             with contextlib.suppress(OSError):
@@ -78,31 +78,31 @@ def unlink_unused(files: Mapping[str, Inode]) -> None:
                 os.unlink(path)
 
 
-def files_in_memory() -> set[str]:
+def shm_files() -> set[str]:
     """Return the paths of the files that are in /dev/shm now."""
     with contextlib.suppress(OSError):
-        return {_FILES[0] + name for name in os.listdir(_FILES[0])}
+        return {_SHM + name for name in os.listdir(_SHM)}
     return set()
 
 
 class PollSchedule:
-    """Time of the next poll, which keeps polling below 5% of the time."""
+    """When the next poll is `due`, by time.monotonic(), so that polls take less than 5% of the time."""
 
     def __init__(self) -> None:
-        self.next = 0.0
+        self.due = 0.0
 
     @contextlib.contextmanager
     def poll(self) -> Iterator[None]:
         began = time.monotonic()
         yield
         now = time.monotonic()
-        self.next = now + max(_INTERVAL, _RATIO * (now - began))
+        self.due = now + max(_PAUSE, _PAUSE_PER_POLL * (now - began))
 
 
-def family(process: int) -> Iterator[int]:
+def with_descendants(process: int) -> Iterator[int]:
     yield process
     for child in children(process):
-        yield from family(child)
+        yield from with_descendants(child)
 
 
 def _used_files() -> set[Inode]:
@@ -126,7 +126,7 @@ def _open_files(processes: list[int], read: bool = False) -> Iterator[tuple[str,
                     path = os.readlink(f"{folder}/{number}")
                     # the link's own mode says how the file is open
                     written = os.lstat(f"{folder}/{number}").st_mode & stat.S_IWUSR
-                    if path.startswith(_FILES) and (read or written or not path.startswith(_FILES[0])):
+                    if path.startswith((_SHM, _MEMFD)) and (read or written or not path.startswith(_SHM)):
                         yield path, f"{folder}/{number}"
 
 
@@ -136,7 +136,7 @@ def _mapped_files(processes: Iterable[int], rights: str = "ws") -> Iterator[tupl
         with contextlib.suppress(OSError), open(f"/proc/{process}/maps", errors="replace") as lines:
             for line in lines:
                 _, granted, _, device, inode, *path = line.rstrip("\n").split(maxsplit=5)
-                if path and path[0].startswith(_FILES[0]) and set(rights) <= set(granted):
+                if path and path[0].startswith(_SHM) and set(rights) <= set(granted):
                     major, minor = (int(part, 16) for part in device.split(":"))
                     yield path[0], (os.makedev(major, minor), int(inode))
 
@@ -160,6 +160,6 @@ def _mapped(process: int, counted: dict[Inode, int]) -> int:
                 continue
             rights, _, device, inode, *path = fields
             major, minor = (int(part, 16) for part in device.split(":"))
-            in_memory = path and path[0].startswith((*_FILES, "/dev/zero", "/SYSV"))
+            in_memory = path and path[0].startswith((_SHM, _MEMFD, "/dev/zero", "/SYSV"))
             counts = "s" in rights and bool(in_memory) and (os.makedev(major, minor), int(inode)) not in counted
     return total
