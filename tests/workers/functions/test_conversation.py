@@ -75,6 +75,17 @@ class Snapshot(Echo):
         self.heard = state["heard"]
 
 
+@environment(safe=True)
+class Teller:
+    """Says the answer, and nothing after the last turn."""
+    def __init__(self, question, answer):
+        self.heard = 0
+
+    def step(self, text):
+        self.heard += 1
+        return Turn("" if self.heard == 2 else "7", done=self.heard == 2)
+
+
 STARTED = time.time_ns()
 
 
@@ -123,6 +134,12 @@ def test_converse_columns_agree_with_turns_and_observations(role, prompts):
             ended = sampled[-1] in role.rollout.end_tokens.tolist()
             assert observed == between.tokens(f"{('one', 'two', 'three')[row // 2]}: {len(text)}", ended)
     assert role.decode(found.responses) == found.completions
+
+
+def test_converse_counts_answers_that_turns_read(role, prompts):
+    converse(role, prompts, torch.arange(3), environment="echoes:Teller", questions=["one", "two", "three"],
+             answers=["#### 7", "#### 7", "#### 8"], group_size=2, max_tokens=200)
+    assert reported()["environment/told"] == pytest.approx(2 / 3)
 
 
 def test_converse_passes_template_variables_to_each_turn(role, prompts):
