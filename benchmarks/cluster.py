@@ -3,6 +3,7 @@ others share nothing but the store, the network and the run's folder."""
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import subprocess
 import time
@@ -45,9 +46,11 @@ class Cluster:
             self.machines[name] = subprocess.Popen(line, cwd=self.cwd, env=self.environment | here, stdout=log,
                                                    stderr=subprocess.STDOUT)
 
-    def kill(self, name: str) -> None:
-        """Kill all processes of a machine at once, as when the power fails."""
+    def kill(self, name: str, after: float = 0.0) -> None:
+        """Kill all processes of a machine at once, as when the power fails, unless they end by themselves before."""
         machine = self.machines.pop(name)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            machine.wait(after)
         if machine.poll() is None:
             kill_tree(machine.pid)
         machine.wait()

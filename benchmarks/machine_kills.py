@@ -15,15 +15,17 @@ Run by hand:  python -m benchmarks.machine_kills
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.cluster import Cluster, RunLost
@@ -32,8 +34,9 @@ from benchmarks.fault_matrix import SETTINGS, differences, write_dag
 from benchmarks.ratio import Spread, add_size, conclude, options, parsed
 from benchmarks.runs import run_once, steps_of, with_set
 from distflow.telemetry.ettr import read
+from distflow.telemetry.processes import children
 
-RANKS = 3
+RANKS, _LAST_WORDS = 3, 20.0
 SLOW = "nodes.reward.with.reward=patient_brevity"
 
 
@@ -48,11 +51,37 @@ class Course:
 
 
 COURSES = {"async": Course(False, (2, 5), (SLOW,)), "semi_sync": Course(True, (4, 10))}
+PARTS = {"launch.py": ("supervisor", "worker"), "distflow.dock.process": ("", "shard"),
+         "workers": ("", "", "environment server", "environment")}
+"""What processes with this in their command line are, by how far they stand below torchrun."""
+LETHAL = ("torchrun", "supervisor")
+
+
+def parts_of(process: int, depth: int = 0) -> Iterator[tuple[str, int]]:
+    """Yield the processes below one, and what they are."""
+    for child in children(process):
+        with contextlib.suppress(OSError, IndexError):
+            words = Path(f"/proc/{child}/cmdline").read_text()
+            yield next(names[depth] for word, names in PARTS.items() if word in words), child
+        yield from parts_of(child, depth + 1)
+
+
+def kill_part(cluster: Cluster, draw: random.Random) -> tuple[str, str]:
+    """Kill one of a machine's processes. Return what it was, and the machine, if that goes with it."""
+    name = draw.choice(sorted(cluster.machines))
+    found = dict[str, list[int]](torchrun=[cluster.machines[name].pid])
+    for part, process in parts_of(cluster.machines[name].pid):
+        found.setdefault(part, []).append(process)
+    part = draw.choice(sorted(found))
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(draw.choice(found[part]), signal.SIGKILL)
+    return part, name if part in LETHAL else ""
 
 
 def run_with_kills(scratch: Path, name: str, dag: Path, settings: tuple[str, ...], gaps: Sequence[int],
-                   draw: random.Random, etcd: Etcd) -> Path:
-    """Run on machines, of which one is killed after each of `gaps` steps; return the run's folder."""
+                   draw: random.Random, etcd: Etcd, parts: bool) -> tuple[Path, Counter[str]]:
+    """Run on machines, of which one is killed after each of `gaps` steps, or one of its parts; return the run's folder,
+    and what was killed how often."""
     line = ["--dag", str(dag), "--run-file", "embedded.yaml", "--name", name, "--machines", f"2:{RANKS}",
             *with_set((f"output={scratch}", *settings))]
     logs = scratch / f"{name}-machines"
@@ -61,18 +90,20 @@ def run_with_kills(scratch: Path, name: str, dag: Path, settings: tuple[str, ...
     try:
         for number in range(RANKS + 1):
             cluster.start(f"machine-{number}")
-        step = 0
+        step, killed = 0, Counter[str]()
         for number, gap in enumerate(gaps):
             step = max(step, done_in(scratch / name)) + gap
             cluster.wait_until(lambda due=step: done_in(scratch / name) >= due)
             time.sleep(draw.random())  # anywhere in a step
-            lost = draw.choice(sorted(cluster.machines))
-            cluster.kill(lost)
-            cluster.start(f"machine-{RANKS + 1 + number}")
+            part, lost = kill_part(cluster, draw) if parts else ("machine", draw.choice(sorted(cluster.machines)))
+            killed[part] += 1
+            if lost:
+                cluster.kill(lost, after=_LAST_WORDS if parts else 0.0)
+                cluster.start(f"machine-{RANKS + 1 + number}")
         cluster.wait_for_exit()
     finally:
         cluster.close()
-    return scratch / name
+    return scratch / name, killed
 
 
 def done_in(folder: Path) -> int:
@@ -86,6 +117,7 @@ def flags(arguments: list[str] | None) -> Namespace:
     parser.add_argument("--mode", choices=COURSES, action="append", help="default: all in turn")
     add_size(parser, "kills", 10, 1, "machines that each run loses")
     add_size(parser, "members", 3, 1, "of etcd")
+    parser.add_argument("--parts", action="store_true", help="kill single processes, of all kinds")
     return parsed(parser, arguments)
 
 
@@ -99,24 +131,25 @@ def main(arguments: list[str] | None = None) -> None:
         scratch, calm = Path(folder), dict[str, Path]()
         for seed in range(given.seeds):
             mode, draw = modes[seed % len(modes)], random.Random(seed)
-            course = COURSES[mode]
+            course = replace(COURSES[mode], gap=(2, 4)) if given.parts else COURSES[mode]
             dag, steps = write_dag(scratch, course.talks), (given.kills + 1) * course.gap[1]
             settings = (f"mode={mode}", f"groups.rollout={RANKS - 1}", f"steps={steps}", *SETTINGS, *course.more)
             if mode not in calm:
                 calm[mode] = run_once(scratch, f"{mode}-calm", dag, "embedded.yaml", RANKS, settings)
             try:
                 gaps = [draw.randint(*course.gap) for _ in range(given.kills)]
-                run = run_with_kills(scratch, f"kills-{seed}", dag, settings, gaps, draw, etcd)
+                run, killed = run_with_kills(scratch, f"kills-{seed}", dag, settings, gaps, draw, etcd, given.parts)
             except RunLost as error:
                 print(f"seed {seed}, {mode}: it did not come to its end\n{str(error)[-4000:]}", flush=True)
                 continue
             failures = Counter(event["group"] for event in read(run) if event["event"] == "failure")
             wrong = differences(calm[mode], run)
             good += 0 if wrong else given.kills
-            print(f"seed {seed}, {mode}: {given.kills} machines killed in {steps} steps, failures seen "
-                  f"{dict(failures)}: {'; '.join(wrong) or 'it has ended as the run without faults'}", flush=True)
+            print(f"seed {seed}, {mode}: killed {dict(killed)} in {steps} steps, failures seen {dict(failures)}: "
+                  f" {'; '.join(wrong) or 'it has ended as the run without faults'}", flush=True)
     share = good / (given.seeds * given.kills)
-    conclude(f"of {given.seeds * given.kills} kills of whole machines under etcd, those in runs that ended with the "
+    what = "single processes" if given.parts else "whole machines"
+    conclude(f"of {given.seeds * given.kills} kills of {what} under etcd, those in runs that ended with the "
              "samples, losses and weights of one without", Spread.of([share]), 1.0, unit="share")
 
 

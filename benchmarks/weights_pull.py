@@ -16,6 +16,10 @@ All memory has been used before. Repeats of all sides take turns.
 
 Then two ranks pull as those of a split model do (`tp: 2`) what a trainer on another machine has: bytes that came over
 the network, over those of the ranks' slices. On one machine a rank pulls all for both. On two each pulls its own.
+
+Last, two trainers with half of the weights each and two rollouts, each on a machine by name: from updated shards to
+whole weights on both rollouts, by publishing and pulls, and as by NCCL (RobustRL, Figure 17): gathered on the first
+trainer, which broadcasts them. Both by TCP, the latter in gloo's collectives.
 """
 
 from __future__ import annotations
@@ -32,9 +36,11 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks.group import on_ranks
-from benchmarks.ratio import Spread, conclude, interleaved, options, parsed
+from benchmarks.group import on_ranks, timed
+from benchmarks.ratio import Spread, conclude, interleaved, options, parsed, ratios
 from distflow.config.models import missing_transport
 from distflow.data.exchange import gather_values
 from distflow.rpc.shared_memory import MemoryAddress
@@ -271,6 +277,56 @@ def measure_split(repeats: int) -> None:
               f"{Spread.of([less[0] / more[0] for less, more in runs])}", flush=True)
 
 
+def spread_weights(port: int, token: bytes, mib: int, repeats: int) -> list[dict[str, float]]:
+    """Return by repeat the seconds until both rollouts have what both trainers hold, by pulls and by a broadcast."""
+    rank, store = dist.get_rank(), TCPStoreClient("127.0.0.1", port, 60.0).below(f"spread {mib}")
+    trainers, receivers, mesh = dist.new_group([0, 1]), dist.new_group([0, 2, 3]), DeviceMesh("cpu", [0, 1])
+    os.environ["DISTFLOW_MACHINE"] = f"machine {rank}"
+    names, trains = [f"layers.{number}.weight" for number in range(mib * MIB // _TENSOR)], rank < 2
+    halves = {name: torch.zeros(_TENSOR // 8) for name in names} if trains else {}
+    wholes = {} if rank == 1 else {name: torch.zeros(_TENSOR // 4) for name in names}
+    publisher = Publisher(store, token, rank=rank, ranks=2) if trains else None
+    puller = None if trains else Puller(store, token, f"rollout {rank}")
+    pulled = dict[str, torch.Tensor]()
+
+    def pull() -> None:
+        if publisher:
+            publisher.publish(version, {name: DTensor.from_local(half, mesh, [Shard(0)]) for name, half in
+                                        halves.items()})
+        dist.barrier()
+        if puller:
+            pulled.update(puller.pull().tensors())
+
+    def broadcast() -> None:
+        for name in names:
+            if trains:
+                dist.gather(halves[name], [*wholes[name].chunk(2)] if rank == 0 else None, 0, group=trainers)
+            if rank != 1:
+                dist.broadcast(wholes[name], 0, group=receivers)
+
+    found = []
+    for version in range(1, repeats + 3):  # the first two make connections and buffers
+        for half in halves.values():
+            half.fill_(version)
+        found.append({"pulls": timed(pull), "broadcast": timed(broadcast)})
+        for each in () if trains else (pulled, wholes):
+            if any({*each[name][::4095].tolist()} != {version} for name in names):
+                raise SystemExit(f"rollout {rank} has not got version {version}")
+        pulled.clear()
+    for each in filter(None, (puller, publisher)):
+        each.close()
+    return found[2:]
+
+
+def measure_spread(repeats: int, sizes: list[int]) -> None:
+    store = store_on("127.0.0.1")
+    for mib in sizes:
+        runs = on_ranks(4, spread_weights, store.port, secrets.token_bytes(32), mib, repeats)
+        print(f"{mib} MiB from two trainers to two rollouts: pulls {Spread.of([run['pulls'] for run in runs])} s, "
+              f"gathered and broadcast {Spread.of([run['broadcast'] for run in runs])} s, "
+              f"{ratios(runs, 'broadcast', 'pulls', float)} of the pulls", flush=True)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = options(__doc__)
     parser.add_argument("--mib", type=int, nargs="+", help="multiples of 16; default 64 512 2048, with --quick 64 256")
@@ -283,6 +339,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"ucx is left out: {missing}")
     found = {(mib, way): spread for mib in sizes for way, spread in measure(pair, mib, given.repeats).items()}
     measure_split(given.repeats)
+    measure_spread(given.repeats, sizes[:2])
     worst = min(found, key=lambda case: found[case].median)
     print(f"the least of all is {worst[1]} at {worst[0]} MiB")
     conclude("a pull's rate, verified, over that of the raw transport: the least of all sizes and transports",

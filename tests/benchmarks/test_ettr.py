@@ -18,7 +18,7 @@ def outcome(total: float, away: tuple[float, float] | None, start: float = 1.0, 
         rest = last - first - start
         account.recoveries.append(Recovery("trainer", 0, 2, "training", "gone", "starts again", first, 0.0, start, 0.0,
                                            rest))
-    return Outcome(account, updates, RANKS - 1)
+    return Outcome(account, updates, RANKS - 1, 990.0)
 
 
 def test_while_the_trainer_restarts_the_rollouts_share_counts():
@@ -37,6 +37,7 @@ def test_the_claims_say_how_often_faults_happened(capsys):
     assert "a trainer fault in 40% of the steps" in ettr["claim"]
     assert (time["value"], time["met"]) == (pytest.approx(15 / 11, abs=1e-3), True)
     assert (ettr["value"], ettr["met"]) == (pytest.approx(1 - 1 / 22, abs=1e-3), True)
+    assert "async, task: effective 0.767 (0.767 to 0.767), tokens per second over those without faults 0.667" in said[2]
     assert said[-1].startswith("async, role: effective while the trainer restarted 0.5 (0.5 to 0.5) (rollouts are 0.50")
     assert not [line for line in said if "nan" in line], "of the task side nothing is claimed"
 
