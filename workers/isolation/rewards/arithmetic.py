@@ -57,18 +57,6 @@ def computable(node: Expression) -> bool:
     return any(_values(node, node, point) is not None for point in _points(sorted(variables(node))))
 
 
-def compared(left: Expression, right: Expression) -> int | None:
-    """Return the sign of the difference of two real constants; None where it is not known."""
-    found = None if variables(left) | variables(right) else _values(left, right, {})
-    if found is None:
-        return None
-    precision, _, one, other = found
-    with mpmath.workprec(precision):
-        if not _is_real(one) or not _is_real(other) or isinstance(one, tuple) or isinstance(other, tuple):
-            return None
-        return 0 if _same(one, other) else 1 if mpmath.re(_number(one)) > mpmath.re(_number(other)) else -1
-
-
 def variables(node: Expression) -> frozenset[str]:
     return _symbols(node) - _CONSTANTS.keys()
 
@@ -281,8 +269,8 @@ _CONSTANTS: dict[str, Callable[[], Any]] = {
     r"\pi": lambda: mpmath.pi + 0, "e": lambda: mpmath.e + 0, "i": lambda: mpmath.mpc(0, 1),
     r"\infty": lambda: mpmath.inf}
 _OPERATIONS: dict[str, Callable[..., Value]] = {
-    "+": _added, "*": _multiplied, "/": lambda _, left, right: _divided(left, right), "^": _power, "root": _root,
-    "neg": lambda _, value: _multiplied(_, Fraction(-1), value), "!": _factorial, "binom": _binomial,
+    "+": _added, "mixed": _added, "*": _multiplied, "/": lambda _, left, right: _divided(left, right), "^": _power,
+    "root": _root, "neg": lambda _, value: _multiplied(_, Fraction(-1), value), "!": _factorial, "binom": _binomial,
     "degree": lambda _, value: _number(value) * mpmath.pi / 180, "floor": _rounded(math.floor),
     "ceil": _rounded(math.ceil), "abs": lambda _, value: abs(value), "log": _logarithm,
     "lg": _logarithm, "ln": _of_mpmath(mpmath.log), "exp": _exponential, "cis": _of_mpmath(mpmath.expj),

@@ -18,6 +18,7 @@ def names(text: str) -> frozenset[str]:
 
 
 _DEEPEST = 60  # levels of brackets; each costs ten frames of Python
+_SPACES = re.compile(r"\s\s+")
 _MOST_LEVELS = 150  # of a tree
 _LONGEST = 1000
 FUNCTIONS = names(
@@ -31,26 +32,46 @@ _UNICODE = {
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
     "°": r"^\circ ", "±": r"\pm ", "∓": r"\mp ", "≈": r"\approx ", "⩽": r"\le ",
     "⩾": r"\ge ", "∛": r"\sqrt[3]", "√": r"\sqrt ", "θ": r"\theta ", "α": r"\alpha ",
-    "β": r"\beta ", "γ": r"\gamma ", "λ": r"\lambda ", "φ": r"\phi ", "½": r"\frac{1}{2}",
-    "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
+    "β": r"\beta ", "γ": r"\gamma ", "λ": r"\lambda ", "φ": r"\phi ", "½": " 1/2 ",
+    "¼": " 1/4 ", "¾": " 3/4 ", "⅓": " 1/3 ", "⅔": " 2/3 ",
     "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "⟨": r"\langle ", "⟩": r"\rangle "}
 
 FULL_WIDTH = {**{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}, ord("。"): ".", ord("、"): ",",
               0xFFE1: "£", 0xFFE5: "¥", 0xFFE6: "₩", **dict.fromkeys(map(ord, "‐‑﹣"), "-"),
               **dict.fromkeys(map(ord, "⁄∕"), "/")}
 """Signs of East Asian texts and others, and the ASCII signs that they mean, for `str.translate`."""
+_SIGNS = {**FULL_WIDTH, **str.maketrans(_UNICODE)}
 _SHIFTED = {"^": re.compile("[⁻⁺]?[⁰¹²³⁴-⁹ⁿ]+[⁻⁺]?|[⁻⁺]"), "_": re.compile("[₀-₉]+")}
 """Runs of raised and lowered signs."""
 _HAN = r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]+"
 IDEOGRAPHS = re.compile(_HAN)
+def _ungrouped(found: re.Match[str]) -> str:
+    """Return a number without what groups its thousands; dots do where a comma or a second dot follows them."""
+    whole, part = found.groups()
+    if "." in whole and part is None and whole.count(".") < 2:
+        return found[0]
+    return re.sub(r"(?<=[0-9])[ '’_.]", "", whole) + (f".{part}" if part else "")
+
+
 _MARKUP = tuple((re.compile(pattern), to) for pattern, to in (
+    (r"(?![0-9])\d", lambda found: str(unicodedata.digit(found[0]))),
+    (r"\A([^\w.,]*[0-9]{1,3}(?:[ '’_.][0-9]{3})+)(?:,([0-9]{1,2}))?(?![0-9.,/ ]*[0-9/])", _ungrouped),
+    (r"\.([0-9]{0,20}?)(?:([0-9])\2\2+|([0-9]{2,9}?)\3+)(?:\.{3}|…|\\l?dots)",  # digits that go on, as `0.333...`
+     lambda found: rf".{found[1]}\overline{{{found[2] or found[3]}}}"),
+    (r"(?<=[0-9])\s*([apAP])\.?\s?[mM]\b\.?", lambda found: f" {found[1].lower()}m"),
+    (r"\\(?:text)?color\s*(?:\[[^\[\]]*\])?\{[^{}]*\}|\A\s*[*_]+|(?<!\\)[\\*_]+\s*\Z|[\"“”]|"
+     r"\\(?:tiny|small|large|Large|LARGE|huge|Huge|bf|underline|displaystyle)(?![a-z])", " "),
+    (r"\A(?:[^$]|\$(?=\s?-?[0-9.]))*\Z|\\\$", lambda found: found[0].replace("\\$", "$").replace("$", "＄")),  # dollars
     (r"\\(?:left|right|middle)\s*\.", " "),
     (r"\\(?:(?:left|right|middle)(?![a-z])|[bB]igg?[lrm]?(?![a-z])|displaystyle|textstyle|limits|nolimits|strut)", " "),
-    (r"\\(?:dfrac|tfrac|cfrac)(?![a-zA-Z])", r"\\frac"),
+    (r"\\(?:[dtcs]|nice)frac(?![a-zA-Z])", r"\\frac"),
+    (r"(?<=\bsq)\.|(?<=\bcu)\.", ""),
+    (r"\\num\s*\{([^{}]*)\}", r"\1"),
+    (r"(?<=[)\]}])\s*(?:U|union)\s*(?=[(\[\\{])", r"\\cup "),
     (r"\\(?:dbinom|tbinom)(?![a-zA-Z])", r"\\binom"),
     (r"(?<=[0-9])(?:\{,\}|,?\\!|\\,|[\u00a0\u2009\u202f]|\\ )(?=[0-9]{3}(?![0-9]))", ""),
     (r"\\(begin|end)\{(?:array\}(?:\{[^{}]*\})?|(?:small)?matrix\})", r"\\\1{pmatrix}"),
-    (r"(?<!\\)(?:\\[$()\[\]]|\$)|[`\u200b]", " "),
+    (r"(?<!\\)(?:\\[()\[\]]|\$)|[`\u200b]", " "),
     (r"(?<=[\w)}])\*\*(?=[\w({\\-])", "^"),
     (r"\*\*", " "),
     (r"(?<!\\)\\[ ,;:!>]|\\q?quad(?![a-z])|~|\\(?:thinspace|hspace\{[^{}]*\})", " "),
@@ -73,13 +94,14 @@ _MARKUP = tuple((re.compile(pattern), to) for pattern, to in (
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-z]))|\\degree(?![a-z])", r"\\degree "),
     (r"\\(?:varnothing|O(?![a-zA-Z]))", r"\\emptyset "),
     (r"\\%|%", r"\\% "),
+    ("＄", "$"),
 ))  # patterns and replacements, applied in this order
 _WRAPPERS = "text|textbf|textit|textrm|textnormal|textsf|mbox|mathrm|mathbf|mathit|mathsf|operatorname|rm|boldsymbol|bm"
 _TOKEN = re.compile(
     rf"(?P<space>\s+)|\\(?:{_WRAPPERS})\s*\{{(?P<text>[^{{}}]*)\}}|(?P<ring>\\mathbb\s*(?:\{{[A-Z]\}}|[A-Z]))|"
-    r"(?P<grouped>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?)|"
+    r"(?P<grouped>[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}(?![0-9])(?:\.[0-9]+)?)|"
     r"(?P<number>(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)|"
-    r"(?P<command>\\[a-zA-Z]+|\\.)|(?P<word>[a-zA-Z]+)|(?P<han>" + _HAN + r")|(?P<sign>.)", re.DOTALL)
+    r"(?P<command>\\[a-zA-Z]+|\\.)|(?P<han>" + _HAN + r")|(?P<word>[^\W\d_]+)|(?P<sign>.)", re.DOTALL)
 _MATRIX = re.compile(r"\\begin\{([pb])matrix\}(.*?)\\end\{\1matrix\}", re.DOTALL)
 
 
@@ -106,15 +128,17 @@ class Expression:
     value: Fraction | str | int = ""
 
 
+def _folded(signs: str) -> str:
+    return unicodedata.normalize("NFKC", signs).replace("−", "-")
+
+
 def tokens(text: str) -> list[Token]:
     """Return the tokens of a text; raise NotUnderstood if it is too long."""
     if len(text) > _LONGEST:
         raise NotUnderstood(f"more than {_LONGEST} characters")
-    text = text.translate(FULL_WIDTH)
+    text = _SPACES.sub(" ", text.translate(_SIGNS))
     for mark, signs in _SHIFTED.items():
-        text = signs.sub(lambda found, mark=mark: f"{mark}{{{unicodedata.normalize('NFKC', found[0])}}}", text)
-    for sign, to in _UNICODE.items():
-        text = text.replace(sign, to)
+        text = signs.sub(lambda found, mark=mark: f"{mark}{{{_folded(found[0])}}}", text)
     for pattern, to in _MARKUP:
         text = pattern.sub(to, text)
     found: list[Token] = []
@@ -183,6 +207,8 @@ class _Parser:
         node = None
         while node is None or self.peek(*_ADD, *_PLUS_MINUS):
             sign = self.take().text if self.peek(*_ADD, *_PLUS_MINUS) else "+"
+            if sign in _ADD and self.peek("-") and self._skip():
+                sign = "-" if sign == "+" else "+"
             term = self.product()
             if sign in _PLUS_MINUS:
                 term, sign = Expression(sign, (term,)), "+"
@@ -202,7 +228,7 @@ class _Parser:
                 self.at += 1
                 node = Expression("/", (node, self.divisor()))
             elif self._mixed():
-                node = Expression("+", (node, self.power()))
+                node = Expression("mixed", (node, self.power()))
             elif self._starts_atom():
                 node = Expression("*", (node, self.power()))
             else:
@@ -424,6 +450,28 @@ class _Parser:
 
 
 _BARS = (r"\overline", r"\bar")
+
+
+def literal(node: Expression) -> tuple[Fraction, bool] | None:
+    """Return the value of a number as it is written, also with a sign, as a fraction, mixed or scientific, and whether
+    it is a division; None if an operation is to be carried out."""
+    if isinstance(node.value, Fraction):
+        return node.value, False
+    if node.kind == "*" and (power := node.parts[1]).kind == "^" and power.parts[0].value == 10:
+        parts = [literal(node.parts[0]), literal(power.parts[1])]
+    else:
+        parts = [literal(part) for part in node.parts] if node.kind in ("neg", "/", "mixed") else [None]
+    known = [part for part in parts if part is not None]
+    if not known or len(known) < len(parts):
+        return None
+    (value, divided), (other, fraction) = known[0], known[-1]
+    if node.kind == "neg":
+        return -value, divided
+    if node.kind == "mixed":
+        return value + other, True
+    if node.kind == "/":
+        return (value / other, True) if other and not divided and not fraction else None
+    return (value * Fraction(10) ** int(other), False) if not fraction and abs(other) < 100 else None
 
 
 def _letters(token: Token) -> list[Token]:

@@ -58,7 +58,7 @@ _POWER = re.compile(r"(?:(?P<two>(?:square|sq\.?)\s+|平方|제곱)|(?P<three>(?
 _PLURAL = re.compile(r"(?!(?:unit|square|cube|degree|percent|time|other|total)s\Z)"
                      r"[a-z]{2,}[^\Wsiu]s|people|children|(?:wo)?men")
 """Things that are counted, in English. Words that may stand for any unit are none."""
-SHORT_UNITS = frozenset(name for name in _MEASURES if name.isascii() and name.isalpha() and len(name) < 3)
+SHORT_UNITS = names("sq cu") | {name for name in _MEASURES if name.isascii() and name.isalpha() and len(name) < 3}
 NO_UNITS = names(
     "or not no never but is are was were plus minus add added subtracted divided multiplied modulo mod twice "
     "thrice double triple wrong incorrect false itself squared cubed power root factorial half halves quarter "

@@ -13,7 +13,8 @@ import pytest
 
 from distflow.errors import InvalidInput
 from workers.isolation.rewards import ends_in_thoughts
-from workers.isolation.rewards.answers import parse_whole, same
+from workers.isolation.rewards.answers import same
+from workers.isolation.rewards.reader import parse_whole
 from workers.isolation.rewards.texts import (  # noqa: A004
     _boxed,
     _formed,
@@ -28,7 +29,7 @@ from workers.isolation.scoring import Scorer
 GRADERS, *ANSWERS = map(json.loads, Path(__file__).with_name("answers.jsonl").read_text().splitlines())
 REFERENCES = [*map(json.loads, Path(__file__).with_name("references.jsonl").read_text().splitlines())]
 REPORTS = [*map(json.loads, Path(__file__).with_name("reports.jsonl").read_text().splitlines())]
-"""Answers in the manner of public reports of other graders' users. `before`: a verdict that is wrong today."""
+"""Answers in the manner of public reports of other graders' users. `before`: a wrong verdict, once given here."""
 SUBJECTS = sorted({row["subject"] for row in REFERENCES})
 TOWER = "\\boxed{9^{9^{9^{9^{9}}}}}"
 
@@ -48,22 +49,21 @@ def test_math_judges_each_row_of_the_table_as_it_says(row):
     assert row["why"] or others <= {row["strict"]}, "it must be said why the verdict differs from another grader's"
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, marks=[pytest.mark.xfail(strict=True)] * ("before" in row))
-                                 for row in REPORTS], ids=lambda row: f"{row['source']}: {row['completion']}")
+@pytest.mark.parametrize("row", REPORTS, ids=lambda row: f"{row['source']}: {row['completion']}")
 def test_math_judges_answers_of_public_reports(row):
     assert math(row["completion"], row["reference"]) == row["right"]
     assert _without_a_process(row["completion"], row["reference"]) in (None, row["right"])
 
 
 @pytest.mark.parametrize("answer", [
-    "(" * 5000 + "1", "{" * 5000, "9" * 200_000, r"\frac{" * 3000 + "5", "x+1" + "+0" * 50_000, "7 " * 5000,
+    "(" * 5000 + "1", "{" * 5000, "9" * 200_000, r"\frac{" * 3000 + "5", "x+1" + "+0" * 50_000, "7 " * 50_000,
     "10**10**10", "7+0*10**10**10", "7^{1e999999999}", "1:" * 400 + "7", r"7\text{ " * 400, "7, " * 400, "7 or " * 300])
 def test_math_pays_no_hostile_answer_and_ends(answer):
-    start = time.monotonic()
+    start = time.process_time()
     for completion in (f"\\boxed{{{answer}}}", f"#### {answer}", f"The answer is {answer}"):
         for reference in ("7", "x+1", "(1,7)", "7 m", r"\{7\}", "7:7", "A"):
             assert math(completion, reference) == 0.0
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start < 20
 
 
 def spellings(reference: str) -> Iterator[str]:
