@@ -205,15 +205,17 @@ def _form_note(name: str, records: Records) -> list[str]:
 
 
 def _repeat_notes(name: str, records: Records, spec: Spec) -> Iterator[str]:
-    if len(records) > _COMPARED or spec.run.data.images:
+    if spec.run.data.images:
         return
-    found = find_repeats(records, spec.run.data.question, spec.run.data.answer)
+    read = min(len(records), _COMPARED)
+    found = find_repeats(records, spec.run.data.question, spec.run.data.answer, read)
     if found.otherwise:
         here, there = map(records.location, found.first_otherwise)
-        yield f"{found.otherwise:,} questions of {name} come again with another answer, as {here} and {there}: " \
-              "what one teaches the other takes back"
-    elif found.count >= _REPEATED * len(records):
-        yield f"{found.count:,} of the {len(records):,} records of {name} have a question that an earlier one has, " \
+        kind = "" if spec.run.data.answer in imitated_fields(spec) else "answers_contradict"  # several may be learnt
+        yield Doubt(f"{found.otherwise:,} questions of {name} come again with another answer, as {here} and {there}: "
+                    "what one teaches the other takes back", kind, min(1.0, 2 * found.otherwise / read))
+    elif found.count >= _REPEATED * read:
+        yield f"{found.count:,} of the {read:,} records of {name} have a question that an earlier one has, " \
               f"as {records.location(found.first[0])}"
 
 

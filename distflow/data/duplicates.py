@@ -8,6 +8,7 @@ memory, training data is read once, a block at a time.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import unicodedata
@@ -80,13 +81,14 @@ class Repeats:
     first_otherwise: tuple[int, int] = (0, 0)
 
 
-def find_repeats(records: Records, question: str, answer: str) -> Repeats:
-    """Find questions that come again. A record without an answer contradicts none."""
+def find_repeats(records: Records, question: str, answer: str, most: int) -> Repeats:
+    """Find questions that come again, in the first `most` records. A record without an answer contradicts none."""
     seen: dict[str, tuple[int, str]] = {}
     found = Repeats()
-    for index, record in read_blocks(records):
+    for index, record in itertools.islice(read_blocks(records), most):
         asked = _conversation(record.get(question))
-        answered = "" if record.get(answer) is None else answer_text(record[answer]).strip()
+        answered = "" if record.get(answer) is None else \
+            answer_text(record[answer]).rpartition("####")[2].strip()
         earlier, other = seen.setdefault(asked, (index, answered)) if asked else (index, answered)
         if earlier == index:
             continue

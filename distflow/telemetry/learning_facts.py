@@ -34,6 +34,8 @@ DOUBTS = {
     "other_field": ("one_answer", "another field is learnt, or compared with, than was meant"),
     "answer_in_question": ("leaking_prompts", "the policy copies answers from their prompts"),
     "question_in_answer": ("data_lost", "the model learns to write the question first"),
+    "marks_in_texts": ("data_lost", "messages are divided where none ends, which the model has never seen"),
+    "answers_contradict": ("duplicated_prompts", "one of the answers is wrong, and what is right earns nothing"),
     "pairs_contradict": ("pairs_contradict", "such pairs teach nothing, or what is worse"),
     "texts_cut": ("", "what is cut off is neither read nor learnt"),
     "unanswerable": ("answers_not_found", "nothing is ever earned with such a prompt"),

@@ -83,6 +83,23 @@ def test_questions_that_come_again_are_noted(tmp_path, records, said):
     assert bool(said) == any(f"{path}:" in note for note in notes)
 
 
+@pytest.mark.parametrize(("answers", "kind"), [(("1 #### 2", "#### 3"), "answers_contradict"),
+                                               (("1 + 1 #### 2", "#### 2"), "")], ids=["others", "other_steps"])
+def test_other_answers_to_the_same_questions_are_a_doubt_in_a_large_set_too(tmp_path, answers, kind):
+    path = tmp_path / "joined.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{number} + 1?", "answer": answer}) + "\n"
+                            for number in range(5001) for answer in answers))
+    doubts = [note for note in check_data(load("grpo", None, [f"data.train={path}"])) if getattr(note, "kind", "")]
+    assert [(note.kind, note.share) for note in doubts] == [(kind, 1.0)] * bool(kind)
+
+
+def test_other_answers_to_the_same_questions_may_be_imitated(tmp_path):
+    path = tmp_path / "several.jsonl"
+    path.write_text("".join(json.dumps({"question": "1 + 1?", "answer": answer}) + "\n" for answer in ("2", "Two")))
+    notes = check_data(load("sft", None, [f"data.train={path}", "data.batch=1"]))
+    assert not any(getattr(note, "kind", "") for note in notes)
+
+
 @pytest.mark.parametrize(("one", "other", "same"), [
     ("What is 1 + 1?", "what is 1+1", True), ("What is 1 + 1?", "What is 1 - 1?", False),
     ("Is 1.5 large?", "Is 15 large?", False), ("A well-known man.", "A well known man", True),

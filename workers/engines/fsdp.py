@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -56,14 +57,19 @@ def clip_gradients(parameters: Mapping[str, Tensor], mesh: DeviceMesh, most: flo
         copies = torch.tensor([mesh.size() // _pieces(each) for each in gradients.values()])
         places = torch.tensor([layers[layer_of(name)] for name in gradients])
         squares.index_add_(0, places.to(device), (norms.square() / copies.to(norms.device)).to(device))
-    for axis in range(mesh.ndim):
-        if mesh.size(axis) > 1:
-            dist.all_reduce(squares, group=mesh.get_group(axis))
-    found = dict(zip(layers, squares.tolist()))
+    found = dict(zip(layers, _sum(squares, mesh).tolist()))
     norm = math.sqrt(sum(found.values()))
     if gradients and norm > most:
         torch._foreach_mul_(locals_, most / (norm + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
     return found
+
+
+def _sum(values: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Add up values of all ranks of a mesh, in place."""
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            dist.all_reduce(values, group=mesh.get_group(axis))
+    return values
 
 
 def layer_of(name: str) -> str:
@@ -74,6 +80,14 @@ def layer_of(name: str) -> str:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _some_places(shard: Tensor) -> tuple[slice, ...]:
+    """Return the places of a shard that are evenly spread over the whole parameter, whatever it is cut into."""
+    start = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)[1] \
+        if isinstance(shard, DTensor) else [0] * shard.ndim
+    steps = [size // _LOOKED_AT + 1 for size in shard.shape]
+    return tuple(slice(-first % step, None, step) for first, step in zip(start, steps))
 
 
 def _pieces(gradient: Tensor) -> int:
@@ -109,7 +123,7 @@ def _checkpoint(forward: Callable, number: int, *inputs: Any, **more: Any) -> An
     return checkpoint(from_start, *inputs, use_reentrant=False, **more)
 
 
-_LOOKED_AT = 256  # weights of each parameter that tell whether it moves
+_LOOKED_AT = 16  # places along each dimension of a parameter whose weights tell whether it moves
 _MOVED = 0.01  # of the learning rate: less is no movement
 _SMALL = 64_000_000
 """Parameters up to which a model is gathered at once, and its gradients are summed over ranks once a step: to do so by
@@ -163,7 +177,9 @@ class FSDPEngine(Trainer):
                               "it out of `generation`")
         self.sharded = self._shard(layers, recomputes, set(whole))
         self.optimizer = self._optimizer() if trained else None
-        self.moved: Tensor | None = None  # which of some weights the last update has moved
+        shards = [shard for group in self.optimizer.param_groups for shard in group["params"]] if self.optimizer else []
+        self.looked_at = [(shard, _some_places(shard), _pieces(shard) / self.mesh.size()) for shard in shards]
+        self.moved: float | None = None  # share of these weights that the last update has moved
 
     @staticmethod
     def make_groups(layout: Layout, settings: RoleRun) -> None:
@@ -319,20 +335,30 @@ class FSDPEngine(Trainer):
                              weight_decay=self.settings.weight_decay if group["decays"] else 0.0)
             before = self._some_weights()
             self.optimizer.step()
-            self.moved = (self._some_weights() - before).abs() > _MOVED * rate if rate else None
+            self.moved = self._moved(before, rate) if rate else None
         self.zero_grad()
         return norm
 
     def remembered(self) -> dict[str, float]:
         state = next(iter(self.optimizer.state.values()), {}) if self.optimizer else {}
-        moved = {} if self.moved is None else {"gradient/moved": float(self.moved.float().mean())}
+        moved = {} if self.moved is None else {"gradient/moved": self.moved}
         return moved | ({"gradient/remembered": float(state["step"])} if "step" in state else {})
 
     def _some_weights(self) -> Tensor:
-        """Return a few of the weights of each parameter that is trained, evenly spread."""
-        groups = self.optimizer.param_groups if self.optimizer else ()
-        flat = [_local(shard.detach()).flatten() for group in groups for shard in group["params"]]
-        return torch.cat([each[:: len(each) // _LOOKED_AT + 1] for each in flat])
+        """Return a few of the weights of each parameter that is trained, as far as this rank has them."""
+        return torch.cat([_local(shard.detach())[places].flatten() for shard, places, _ in self.looked_at])
+
+    def _moved(self, before: Tensor, rate: float) -> float:
+        """Return the share of weights that differ from those before an update. Collective; counts copies once."""
+        moved = (self._some_weights() - before).abs() > _MOVED * rate
+        some, of = _sum(torch.stack([self._shares[moved].sum(), self._shares.sum()]).to(self.device), self.mesh).tolist()
+        return some / of
+
+    @functools.cached_property
+    def _shares(self) -> Tensor:
+        """How much each of these weights counts: less if other ranks have it, too."""
+        return torch.cat([torch.full_like(_local(shard.detach())[places].flatten(), share, dtype=torch.float32)
+                          for shard, places, share in self.looked_at])
 
     def zero_grad(self) -> None:
         self.policy.zero_grad()

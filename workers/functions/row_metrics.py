@@ -89,7 +89,9 @@ def _report_right(columns: dict[str, ColumnData], group: Tensor, rewards: Column
                                                                                   wanted)], dtype=torch.float64)
     current().mean_of("response/has_answer", right_B[marked_B])
     if isinstance(rewards, Tensor):
-        lost_B = ~marked_B & (rewards <= rewards.min())
+        compares = len(group.unique()) < len(group)
+        above_B = _centred(rewards.double(), group) if compares else rewards - rewards.min()
+        lost_B = ~marked_B & (above_B.abs() < 1e-9)
         current().mean_of("reward/unanswerable", lost_B)
         right, wrong = rewards.double()[right_B > 0], rewards.double()[marked_B & (right_B == 0)]
         current().mean_of("earned/right", right)

@@ -228,7 +228,7 @@ class _TokenTrial:
 
         yield from self._failed(within, lambda each: f" has {shortened(within(each))} in a text, which becomes the "
                                 "token by which the chat template divides messages", "Take it out of the data.",
-                                doubt=True)
+                                doubt=True, kind="marks_in_texts")
 
     def _prompts(self) -> Iterator[FailedProof]:
         yield from self._failed(lambda each: each.header and each.text == each.asked,

@@ -118,8 +118,7 @@ def metrics_after(head: str, cut: int, budget: int, options: dict, preference: l
     update = reward_update if head == "value" else preference_update
     for _ in range(3):
         update(learner, **rows, **options)
-    found = {"version": learner.engine.version, **current().collect(gather)}
-    return {name: value for name, value in found.items() if name != "gradient/moved"}  # of some weights of each rank
+    return {"version": learner.engine.version, **current().collect(gather)}
 
 
 SETTINGS = [("lm", {}), ("lm", {"loss": "ipo", "per_token": True}), ("lm", {"loss": "hinge", "beta": 0.5}),

@@ -61,12 +61,15 @@ def test_answers_that_are_right_are_compared_with_rewards_and_preferences():
     assert "response/has_answer" not in reported(**unmarked, rewards=REWARDS)
 
 
-def test_records_without_a_marked_answer_are_counted_where_others_have_one_and_they_earn_least():
+def test_records_without_a_marked_answer_are_counted_where_others_have_one_and_all_their_samples_earn_the_same():
     columns = {"group": GROUP, "answers": encode_text(["#### 2"] * 3 + ["1 + 1 = 2"] * 3),
                "completions": encode_text(["#### 2", "#### 3", "2", "#### 5", "#### 2", "#### 6"])}
     found = reported(**columns, rewards=torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0]))
     assert (found["reward/unanswerable"], found["response/has_answer"]) == (0.5, pytest.approx(1 / 3))
-    assert reported(**columns, rewards=torch.tensor([0.0, 0, 0, 1, 1, 1]))["reward/unanswerable"] == 0
+    assert reported(**columns, rewards=torch.tensor([0.0, 0, 0, 1, 1, 1]))["reward/unanswerable"] == 0.5  # all are paid
+    assert reported(**columns, rewards=torch.tensor([0.0, 0, 0, 0.1, 0.5, 1]))["reward/unanswerable"] == 0  # judged
+    alone = columns | {"group": torch.arange(6), "rewards": torch.tensor([1.0, 0, 0, 0, 1, 1])}
+    assert reported(**alone)["reward/unanswerable"] == pytest.approx(1 / 6)
 
 
 def test_answers_without_a_mark_are_counted():
