@@ -255,12 +255,6 @@ def _pays_others(series: Series, _since: int) -> Seen:
     return (paid, right) if paid > max(right / 0.6, right + 0.1) else None
 
 
-def _penalised(series: Series, _since: int) -> Seen:
-    """Return whether nothing has ever earned more than 0."""
-    least = min((value for _, value in series.known("reward/min")), default=0.0)
-    return least < 0 >= _most(series)
-
-
 def _abstains(series: Series, _since: int) -> Seen:
     """Return what a wrong answer costs, if ever more samples earn alike."""
     least = min((value for _, value in series.known("reward/min")), default=0.0)
@@ -353,8 +347,6 @@ CAUSES = (
     Cause(lambda series, since: since > _EARLY and bool(series.known("environment/turns")) and not series.policy_leapt,
           "the environment is another one since then: its tools fail or answer wrongly, or it pays otherwise",
           "look at the observations in trajectories/", "reward_changed reward_fell no_signal"),
-    Cause(_penalised, "nothing has ever earned more than 0: a weight has the wrong sign, or all parts are penalties",
-          "nodes.reward.with.reward: a weight above 0 for what is right", "no_signal held_out_falls"),
     Cause(_pays_others, "the reward pays wrong answers, too: {0:.0%} of the completions earn, and {1:.0%} are right",
           PAID, "no_signal held_out_falls reward_against_answers"),
     Cause(lambda series, _since: "model_score" in series.functions and not series.own_nodes, "the reward "

@@ -45,7 +45,7 @@ def reward_changed(series: Series) -> Evidence | None:
             continue
         old, noise = middle(before), max(spread(before), variance(before) ** 0.5, 0.02, 0.1 * abs(middle(before)))
         gaps = [abs(value - old) / noise for value in recent]
-        same = len({value > old for value in recent}) == 1 and not series.policy_leapt
+        same = len({value > old for value in recent}) == 1 and not series.policy_leapt and not _improves(series)
         leapt = min(gaps[-3:]) > _LEAP or mean(gaps) > _LEAP_OF_MEAN and min(gaps) > _LEAST
         if same and leapt:
             return Evidence(series.steps[-RECENT if min(gaps) > _LEAST else -3], name,
@@ -55,6 +55,13 @@ def reward_changed(series: Series) -> Evidence | None:
                             "completions below: do they earn what they should?",
                             {"before": old, "now": middle(recent)})
     return None
+
+
+def _improves(series: Series) -> bool:
+    """Whether more is earned since more answers are right, by which a reward that is as it was explains itself."""
+    right, earned = (series.recent(name, RECENT) - middle(series.before(name, RECENT, 10, 6))
+                     for name in ("response/has_answer", series.reward))
+    return 0 < earned < 1.25 * right
 
 
 _LEAP, _LEAP_OF_MEAN, _LEAST = 4.5, 3.2, 1.5  # standard deviations

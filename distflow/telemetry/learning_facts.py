@@ -30,7 +30,6 @@ Seen = tuple[object, ...] | bool | None
 
 DOUBTS = {
     "held_out_trained": ("leaking_prompts", "validation measures what was learnt by heart"),
-    "same_answer": ("one_answer", "one answer earns everywhere, and nothing else is learnt"),
     "other_field": ("one_answer", "another field is learnt, or compared with, than was meant"),
     "answer_in_question": ("leaking_prompts", "the policy copies answers from their prompts"),
     "question_in_answer": ("data_lost", "the model learns to write the question first"),
@@ -46,14 +45,12 @@ DOUBTS = {
 """What preflight may doubt, upstream first: the detector that says it without a symptom, if one does, and what
 follows."""
 _MANY = 0.4  # share of the records for which it must hold
-_ALIKE = 0.7  # share of a step's prompts with one answer: of a file sorted by answers they are fewer
 
 
 def doubted(series: Series, kind: str) -> Evidence | None:
     """Return what preflight has noted of a kind, with what follows from it."""
     for doubt in series.doubts:
-        shuffled = kind == "same_answer" and series.start("prompt/same_answer", 1) < _ALIKE
-        if doubt.kind == kind and doubt.share >= _MANY and not shuffled:
+        if doubt.kind == kind and doubt.share >= _MANY:
             said = doubt.removesuffix(doubt.change).rstrip(" .")
             return Evidence(series.steps[0], series.goal[0], f"Before the start: {said}", DOUBTS[kind][1],
                             doubt.change or "what it names", sure=True)

@@ -162,13 +162,12 @@ def test_facts_are_silent_in_healthy_runs_that_look_alike(changed, settings):
 @pytest.mark.parametrize("kind", DOUBTS)
 def test_what_preflight_has_doubted_is_a_fact(kind):
     doubt, (alerts, does) = Doubt("train.jsonl:1: it is odd. Mend it.", kind, 1.0, "Mend it."), DOUBTS[kind]
-    alike = {"prompt__same_answer": 0.75} if kind == "same_answer" else {}  # else the file is only sorted by answers
-    found = faults_of(steps_of(20, **alike), SYNC, doubts=[doubt])
+    found = faults_of(steps_of(20), SYNC, doubts=[doubt])
     assert [fault.detector for fault in found] == [alerts] * bool(alerts)
     for fault in found:
         assert fault.sentence == "Before the start: train.jsonl:1: it is odd, since step 1"
         assert (fault.evidence.cause, fault.evidence.remedy) == (does, "Mend it.")
-    shown = next(fault for fault in faults_of(steps_of(20, response__truncated=0.9, **alike), SYNC, doubts=[doubt])
+    shown = next(fault for fault in faults_of(steps_of(20, response__truncated=0.9), SYNC, doubts=[doubt])
                  if fault.detector == "truncation")
     assert shown.evidence.probable == f"before the start: train.jsonl:1: it is odd: {does}"
     seldom = Doubt(doubt, kind, 0.3, "Mend it.")

@@ -47,7 +47,7 @@ def _answers_differ(records: FirstRecords) -> Iterator[FailedProof]:
     same = set(records.answers)
     if len(records) >= _ENOUGH and len(same) == 1 and len(set(records.questions)) > 1:
         yield from records.failed(range(len(records)), f" has the answer {shortened(same.pop())}, whatever its "
-                                  "question is", _other_field(records), doubt=True, kind="same_answer")
+                                  "question is", _other_field(records), doubt=True)
 
 
 def _answers_are_not_counted(records: FirstRecords) -> Iterator[FailedProof]:
