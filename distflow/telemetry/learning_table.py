@@ -242,8 +242,7 @@ READINGS = (
     Reading("answers_not_found", DATA, "reward/unanswerable", 0.1,
             "{value:.0%} of the completions cannot be scored: their records lack a reference answer with a mark, as "
             "others have it", "the records' answers have several forms, or end before the result: whatever is answered "
-            "to such a prompt earns the same", "mend or drop these records of  data.train", steps=8,
-            when=lambda series: not series.recent("reward/unanswerable") < 0.5 * series.recent("prompt/unmarked")),
+            "to such a prompt earns the same", "mend or drop these records of  data.train", steps=8),
     Reading("stale_data", DATA, "epoch", 0.0, "The data went back from epoch {before:.3f} to {value:.3f}",
             "the position in the data is that of an earlier step, as after a resume",
             "distflow resume  restores it; a loop of your own must save it", steps=1, base=1, drop=1 - 1e-9),
