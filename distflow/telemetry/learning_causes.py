@@ -255,6 +255,12 @@ def _pays_others(series: Series, _since: int) -> Seen:
     return (paid, right) if paid > max(right / 0.6, right + 0.1) else None
 
 
+def _penalised(series: Series, _since: int) -> Seen:
+    """Return whether nothing has ever earned more than 0."""
+    least = min((value for _, value in series.known("reward/min")), default=0.0)
+    return least < 0 >= _most(series)
+
+
 def _abstains(series: Series, _since: int) -> Seen:
     """Return what a wrong answer costs, if ever more samples earn alike."""
     least = min((value for _, value in series.known("reward/min")), default=0.0)
@@ -347,6 +353,8 @@ CAUSES = (
     Cause(lambda series, since: since > _EARLY and bool(series.known("environment/turns")) and not series.policy_leapt,
           "the environment is another one since then: its tools fail or answer wrongly, or it pays otherwise",
           "look at the observations in trajectories/", "reward_changed reward_fell no_signal"),
+    Cause(_penalised, "nothing has ever earned more than 0: a weight has the wrong sign, or all parts are penalties",
+          "nodes.reward.with.reward: a weight above 0 for what is right", "no_signal held_out_falls"),
     Cause(_pays_others, "the reward pays wrong answers, too: {0:.0%} of the completions earn, and {1:.0%} are right",
           PAID, "no_signal held_out_falls reward_against_answers"),
     Cause(lambda series, _since: "model_score" in series.functions and not series.own_nodes, "the reward "
@@ -387,10 +395,6 @@ CAUSES = (
     Cause(lambda series, _since: series.number((most := series.setting("nodes.*.with.max_tokens"))[0], math.inf) <
           series.setting_of_role("generation.max_new_tokens", math.inf) and (*most, 4 * number(most[1], 0.0)),
           "`{0}` is {1}, fewer tokens than a conversation takes", "{0}={2:.12g}", "truncation"),
-    Cause(lambda series, _since: min(series.first("response/truncated", FIRST) or [0.0]) > 0.95,
-          "completions have not ended from the start: the model does not know this prompt's form, or the end token "
-          "that the sampler waits for is not the one that the model writes", "the form that the model knows",
-          "truncation"),
     Cause(_own_form, "prompts have a form that the model does not know{0}", "the form that the model knows", _FORMED),
     Cause(_by_elimination, "{0}", "{1}", "no_signal truncation"),
 )
