@@ -351,7 +351,8 @@ class FSDPEngine(Trainer):
     def _moved(self, before: Tensor, rate: float) -> float:
         """Return the share of weights that differ from those before an update. Collective; counts copies once."""
         moved = (self._some_weights() - before).abs() > _MOVED * rate
-        some, of = _sum(torch.stack([self._shares[moved].sum(), self._shares.sum()]).to(self.device), self.mesh).tolist()
+        counted = torch.stack([self._shares[moved].sum(), self._shares.sum()])
+        some, of = _sum(counted.to(self.device), self.mesh).tolist()
         return some / of
 
     @functools.cached_property
