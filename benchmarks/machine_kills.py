@@ -36,7 +36,7 @@ from benchmarks.runs import run_once, steps_of, with_set
 from distflow.telemetry.ettr import read
 from distflow.telemetry.processes import children
 
-RANKS, _LAST_WORDS = 3, 20.0
+RANKS, _LAST_WORDS = 3, 5.0
 SLOW = "nodes.reward.with.reward=patient_brevity"
 
 
@@ -52,7 +52,7 @@ class Course:
 
 COURSES = {"async": Course(False, (2, 5), (SLOW,)), "semi_sync": Course(True, (4, 10))}
 PARTS = {"launch.py": ("supervisor", "worker"), "distflow.dock.process": ("", "shard"),
-         "workers": ("", "", "environment server", "environment")}
+         "workers.isolation": ("", "", "environment server", "environment")}
 """What processes with this in their command line are, by how far they stand below torchrun."""
 LETHAL = ("torchrun", "supervisor")
 
@@ -60,9 +60,10 @@ LETHAL = ("torchrun", "supervisor")
 def parts_of(process: int, depth: int = 0) -> Iterator[tuple[str, int]]:
     """Yield the processes below one, and what they are."""
     for child in children(process):
-        with contextlib.suppress(OSError, IndexError):
+        with contextlib.suppress(OSError):
             words = Path(f"/proc/{child}/cmdline").read_text()
-            yield next(names[depth] for word, names in PARTS.items() if word in words), child
+            yield from ((names[depth], child) for word, names in PARTS.items()
+                        if word in words and any(names[depth : depth + 1]))
         yield from parts_of(child, depth + 1)
 
 
@@ -78,10 +79,10 @@ def kill_part(cluster: Cluster, draw: random.Random) -> tuple[str, str]:
     return part, name if part in LETHAL else ""
 
 
-def run_with_kills(scratch: Path, name: str, dag: Path, settings: tuple[str, ...], gaps: Sequence[int],
+def run_with_kills(scratch: Path, name: str, dag: Path, settings: tuple[str, ...], gaps: Sequence[int], last: int,
                    draw: random.Random, etcd: Etcd, parts: bool) -> tuple[Path, Counter[str]]:
-    """Run on machines, of which one is killed after each of `gaps` steps, or one of its parts; return the run's folder,
-    and what was killed how often."""
+    """Run on machines, of which one is killed after each of `gaps` steps, or one of its parts, until another one could
+    not take its place before the last step; return the run's folder, and what was killed how often."""
     line = ["--dag", str(dag), "--run-file", "embedded.yaml", "--name", name, "--machines", f"2:{RANKS}",
             *with_set((f"output={scratch}", *settings))]
     logs = scratch / f"{name}-machines"
@@ -93,6 +94,8 @@ def run_with_kills(scratch: Path, name: str, dag: Path, settings: tuple[str, ...
         step, killed = 0, Counter[str]()
         for number, gap in enumerate(gaps):
             step = max(step, done_in(scratch / name)) + gap
+            if parts and step > last - max(gaps):
+                break
             cluster.wait_until(lambda due=step: done_in(scratch / name) >= due)
             time.sleep(draw.random())  # anywhere in a step
             part, lost = kill_part(cluster, draw) if parts else ("machine", draw.choice(sorted(cluster.machines)))
@@ -125,32 +128,33 @@ def main(arguments: list[str] | None = None) -> None:
     given = flags(arguments)
     if not shutil.which("etcd"):
         sys.exit("etcd is not installed:  apt-get install etcd-server")
-    good, modes = 0, given.mode or list(COURSES)
+    good, asked, modes = 0, 0, given.mode or list(COURSES)
     with tempfile.TemporaryDirectory(prefix="kills-") as folder, \
             contextlib.closing(Etcd(Path(folder), given.members)) as etcd:
         scratch, calm = Path(folder), dict[str, Path]()
         for seed in range(given.seeds):
             mode, draw = modes[seed % len(modes)], random.Random(seed)
-            course = replace(COURSES[mode], gap=(2, 4)) if given.parts else COURSES[mode]
+            course = replace(COURSES[mode], gap=(1, 3)) if given.parts else COURSES[mode]
             dag, steps = write_dag(scratch, course.talks), (given.kills + 1) * course.gap[1]
             settings = (f"mode={mode}", f"groups.rollout={RANKS - 1}", f"steps={steps}", *SETTINGS, *course.more)
             if mode not in calm:
                 calm[mode] = run_once(scratch, f"{mode}-calm", dag, "embedded.yaml", RANKS, settings)
             try:
                 gaps = [draw.randint(*course.gap) for _ in range(given.kills)]
-                run, killed = run_with_kills(scratch, f"kills-{seed}", dag, settings, gaps, draw, etcd, given.parts)
+                run, killed = run_with_kills(scratch, f"kills-{seed}", dag, settings, gaps, steps, draw, etcd,
+                                             given.parts)
             except RunLost as error:
                 print(f"seed {seed}, {mode}: it did not come to its end\n{str(error)[-4000:]}", flush=True)
+                asked += given.kills
                 continue
             failures = Counter(event["group"] for event in read(run) if event["event"] == "failure")
             wrong = differences(calm[mode], run)
-            good += 0 if wrong else given.kills
+            good, asked = good + (0 if wrong else sum(killed.values())), asked + sum(killed.values())
             print(f"seed {seed}, {mode}: killed {dict(killed)} in {steps} steps, failures seen {dict(failures)}: "
-                  f" {'; '.join(wrong) or 'it has ended as the run without faults'}", flush=True)
-    share = good / (given.seeds * given.kills)
+                  f"{'; '.join(wrong) or 'it has ended as the run without faults'}", flush=True)
     what = "single processes" if given.parts else "whole machines"
-    conclude(f"of {given.seeds * given.kills} kills of {what} under etcd, those in runs that ended with the "
-             "samples, losses and weights of one without", Spread.of([share]), 1.0, unit="share")
+    conclude(f"of {asked} kills of {what} under etcd, those in runs that ended with the "
+             "samples, losses and weights of one without", Spread.of([good / max(asked, 1)]), 1.0, unit="share")
 
 
 if __name__ == "__main__":
