@@ -25,7 +25,6 @@ from distflow.dock import DockClient, TimedOut
 from distflow.errors import RankMissing
 from distflow.plan import ROLLOUT, TRAINER, Task
 from distflow.telemetry.metrics import current
-from workers.encode import dataloader
 from workers.engines.rollout import Rollout
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.swap import EngineSwap
@@ -61,8 +60,7 @@ class ColocatedSampling:
             tp_group, _ = dist.new_subgroups(width, backend="gloo", timeout=limit)
             assert isinstance(tp_group, dist.ProcessGroup)
         if ctx.rank % width == 0:
-            loader = dataloader(spec, roles[ctx.prompted])
-            loop = RolloutContext(ctx.context, plan, functions, roles, loader, channel)
+            loop = RolloutContext(ctx.context, plan, functions, roles, ctx.loader, channel)
         names = {task.role for task in plan.tasks if task.samples}
         swaps = {name: swap for name, role in roles.items() if name in names and (swap := role.engine_swap)}
         enough = math.ceil(spec.run.data.batch / 2) * channel.rows

@@ -13,7 +13,7 @@ import os
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgpack
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from distflow.data.batch import Batch
 from distflow.data.crossing import POLICIES
+from distflow.data.dataloader import Dataloader
 from distflow.dock import DockClient, TimedOut
 from distflow.dock.consumers import ORDER, REQUESTS, VALIDATION, at_home, run_consumers
 from distflow.dock.directory import ShardDirectory
@@ -176,16 +177,18 @@ class RolloutChannel:
         """Return the number of a validation, and which of its parts is leased."""
         return divmod(int(lease.ids[0]) // self.rows - REQUESTS[0], _PARTS)
 
-    def announce_start(self, step: int) -> None:
-        """Announce the step at which the trainer begins."""
-        self.store.put(_FIRST, str(step))
+    def announce_start(self, step: int, mixture: dict[str, Any]) -> None:
+        """Announce the step at which the trainer begins, and the state of its training sets."""
+        self.store.put(_FIRST, json.dumps([step, mixture]))
 
-    @property
-    def first_step(self) -> int:
-        """The step at which the trainer begins; waits until it is announced."""
+    def follow_start(self, loader: Dataloader) -> int:
+        """Let a loader find the trainer's records by their positions, and return the step at which the trainer begins;
+        waits until that is announced."""
         while not self.store.wait([_FIRST], self.store.deadline.seconds):
             pass
-        return int(self.store.get(_FIRST) or 0)
+        step, mixture = json.loads(self.store.get(_FIRST) or "")
+        loader.records.load_state_dict(mixture)
+        return step
 
     def announce_end(self) -> None:
         """Announce that nothing more is to be sampled."""

@@ -171,7 +171,7 @@ def _train(context: RankContext, worker_context: WorkerContext, store: Store, ch
         if leads and context.resume and worker_context.first:
             _describe_resumed(context, ctx.first_step + 1)
         if channel and leads:
-            channel.announce_start(ctx.first_step)
+            channel.announce_start(ctx.first_step, ctx.loader.records.state_dict())
         done = train(ctx, TrainingCalls(ctx) if ctx.spec.run.training_api else None)
         if channel and done:
             channel.announce_end()
@@ -297,6 +297,7 @@ def _infer(context: RankContext, _: WorkerContext, channel: RolloutChannel, stor
     loader = dataloader(spec, role, group.plan.source.share(dist.get_rank()), group.plan.source, tokenizer)
     ctx = InferenceContext(group, loader, channel, executor, f"{group.name} {rank}", spec.run.wait_limit)
     ready()
+    channel.follow_start(loader)
     _open_timeline(context)
     infer(ctx)
     ctx.close()
@@ -305,12 +306,11 @@ def _infer(context: RankContext, _: WorkerContext, channel: RolloutChannel, stor
 def _rollout_context(context: RankContext, worker_context: WorkerContext, channel: RolloutChannel,
                      roles: dict[str, RoleEngines], who: str) -> RolloutContext:
     spec, plan = context.spec, context.own
-    first = channel.first_step if worker_context.first else None
+    loader = dataloader(spec, roles[prompted_role(spec, [task for task in plan.tasks if task.samples])])
+    first = channel.follow_start(loader)
     trajectories().open(context.path / f"trajectories/rank{context.store.rank}.jsonl",
-                        spec.run.shown_conversations, first)
-    prompted = prompted_role(spec, [task for task in plan.tasks if task.samples])
-    return RolloutContext(context, plan, _load_functions(spec, plan), roles,
-                          dataloader(spec, roles[prompted]), channel)
+                        spec.run.shown_conversations, first if worker_context.first else None)
+    return RolloutContext(context, plan, _load_functions(spec, plan), roles, loader, channel)
 
 
 @contextlib.contextmanager

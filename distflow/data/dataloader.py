@@ -29,6 +29,7 @@ from distflow.telemetry.metrics import Metrics, current, recording
 ONE = Layout(1)
 REPEATS = 1 << 30
 """Prompts that are sampled again have other ids: their position plus so much for each time."""
+_BEFORE = 1 << 40  # more records than a run takes of a dataset
 _TOO_LONG = "is too long a prompt"
 SOURCE_WEIGHT = "source_weight/"  # begins the names under which nodes report weights of training sets
 Encode = Callable[[list[Record]], dict[str, ColumnData]]
@@ -121,9 +122,9 @@ class Mixture(JoinedRecords):
         self.owed = [0.0] * len(sets)  # turns that each has had too few, since they are whole numbers
 
     def index(self, position: int, seed: int) -> int:
-        """Return which record the stream has at a position."""
+        """Return which record the stream has at a position; before the first round, others of it."""
         number = int(self._turn(position, seed)[-1])
-        taken = max(self.taken_before(position, seed)[number], 0)
+        taken = self.taken_before(position, seed)[number] % _BEFORE
         return self.starts[number] + _shuffled_index(len(self.parts[number]), seed, taken, self.numbers[number])
 
     def taken_before(self, position: int, seed: int) -> list[int]:
@@ -301,46 +302,39 @@ class Dataloader:
         files = {"files": self.files} if self.files else {}
         return {"position": self.position, "mixture": self.records.state_dict(), **files}
 
-    def load_state_dict(self, state: dict[str, Any], alone: bool = True) -> None:
-        """Load a state. `alone`: whether no loader of another group finds records by positions. One does without a
-        state, so that a position then means what it does in a run that begins with these sets."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position, self.left_over = int(state["position"]), len(state.get("open", ()))
-        self._load_mixture(state, alone)
-        self._compare_files(state.get("files", {}), alone)
+        self._load_mixture(state)
+        self._compare_files(state.get("files", {}), "enqueued" in state)
 
-    def _load_mixture(self, state: dict[str, Any], alone: bool) -> None:
+    def _load_mixture(self, state: dict[str, Any]) -> None:
         """Load where each training set stands. Of other sets or weights than the state's, each set that stays continues
-        where it stood, if this loader is `alone`. Says so."""
+        where it stood. Says so."""
         before, now = ({name: file for name, file in files.items() if not name.startswith(HELD_OUT)}
                        for files in (state.get("files", {}), self.files))
         homes, order = {str(file): name for name, file in before.items()}, [*before]
         olds = [name if name in before else homes.get(str(file)) for name, file in now.items()]  # it may have moved
         places = [None if old is None else order.index(old) for old in olds]
-        mixed = state.get("mixture", {"turns": [1]} if len(before) == 1 else {})
-        weights = mixed.get("weights") or mixed.get("turns")
-        mixture = self.records
-        alike = not weights or "weights" not in mixed or [*weights] == [*mixture.weights]
-        unlike = not alike or bool(before) and places != [*range(len(before))]
-        if alone and not unlike:
+        mixed, mixture = state.get("mixture", {}), self.records
+        weights = mixed.get("weights", mixture.weights)
+        if not before or [*weights] == [*mixture.weights] and places == [*range(len(before))]:
             mixture.load_state_dict(mixed)
-        elif before and weights and (unlike or mixed.get("since")):
-            if alone:
-                other = Mixture([mixture.parts[0] for _ in before], weights)
-                other.load_state_dict(mixed)
-                mixture.follow(other, places, self.position, self.seed)
-            if events.current().rank == 0:
-                shares = ", ".join(f"{name} (weight {weight})" for name, weight in zip(before, weights))
-                events.show(f"note: the run began with other training sets or weights: {shares}. " + (
-                    "Each set that stays continues where it stood." if alone else
-                    "Records may come twice in a pass, or not at all; in mode sync each set continues where it stood."))
+            return
+        other = Mixture([mixture.parts[0] for _ in before], weights)
+        other.load_state_dict(mixed)
+        mixture.follow(other, places, self.position, self.seed)
+        if events.current().rank == 0:
+            shares = ", ".join(f"{name} (weight {weight})" for name, weight in zip(before, weights))
+            events.show(f"note: the run began with other training sets or weights: {shares}. Each set that stays "
+                        "continues where it stood.")
 
-    def _compare_files(self, before: DataFiles, alone: bool) -> None:
+    def _compare_files(self, before: DataFiles, ahead: bool) -> None:
         """Say which files are others than those of the state, and where training continues. A single training set with
-        another number of records may begin a new pass."""
+        another number of records begins a new pass, unless prompts `ahead` of the position are under way."""
         single = self._is_one and not self.records.since  # since the run began
         for name, resized, how in changes(before, self.files):
             held_out = name.startswith(HELD_OUT)
-            if resized and not held_out and alone and single:
+            if resized and not held_out and single and not ahead:
                 self.position += -self.position % len(self.records)
             where = f"Training continues at record {self.position % len(self.records) + 1:,} of pass " \
                     f"{self.position // len(self.records) + 1:,} over it, in its shuffled order."

@@ -59,11 +59,15 @@ def test_prompts_left_over_are_refused_where_training_is_in_order(empty, on_stal
 
 @pytest.mark.parametrize("on_stale", ["wait", "keep"])
 def test_prompts_after_a_resume_with_other_data_are_those_of_rollouts(empty, on_stale):
-    """Whose loaders load no state."""
     source = DockSource(loader(), plan(), empty, settings(on_stale=on_stale), TRAINED, 0)
     source.loader.files = {"new.jsonl": [8, "new"]}
     source.load_state_dict({"position": 4, "files": {"old.jsonl": [6, "old"]}})
-    assert [source.loader._index(place) for place in range(20)] == [loader()._index(place) for place in range(20)]
+    other = loader()
+    other.records.load_state_dict(source.loader.records.state_dict())
+    indices = [source.loader._index(place) for place in range(20)]
+    assert indices == [other._index(place) for place in range(20)]
+    assert len({*indices[4:12]}) == 8
+    assert len({*indices[:4]}) > 1
     source.close()
 
 
