@@ -24,7 +24,7 @@ from planners import plan
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("distflow", "planners", "workers")
 FLOORS = {"distflow": 0, "distflow.config": 0, "distflow.contracts": 0, "distflow.errors": 0, "distflow.plan": 0,
-          "distflow.plan_file": 0, "planners": 1, "distflow.rpc": 2, "distflow.store": 2, "distflow.telemetry": 2,
+          "distflow.measurements": 0, "planners": 1, "distflow.rpc": 2, "distflow.store": 2, "distflow.telemetry": 2,
           "distflow.data": 2, "distflow.dock": 2, "distflow.weights": 2, "distflow.recovery": 2, "workers": 3,
           "distflow.cli": 4, "distflow.launch": 4, "distflow.options": 4, "distflow.run_handle": 4,
           "distflow.api_client": 4,

@@ -11,7 +11,7 @@ from ranks import run_ranks
 
 from distflow.cli import main
 from distflow.config.load import load
-from distflow.plan_file import cluster_of_probes
+from distflow.measurements import cluster_of_probes
 from planners.heterogeneous.workload import problem_of
 from workers import probe as worker_probe
 

@@ -18,7 +18,6 @@ from distflow.contracts.decorators import load_module
 from distflow.data.exchange import gather
 from distflow.errors import Disagreement
 from distflow.plan import INFERENCE, ROLLOUT, TRAINER, Group, Plan
-from distflow.plan_file import digest
 from distflow.recovery.hooks import HookContext, When, call
 from distflow.recovery.live_config import LiveConfig
 from distflow.recovery.restarts import Attempt, RestartGroup
@@ -115,7 +114,7 @@ class RankContext:
         """Return what `reload` does once the whole restart group has read the same settings, or raise Disagreement."""
         context, read, end = self, number > self.known_change, time.monotonic() + self.spec.run.wait_limit
         while True:
-            mine = digest(context.spec.run.model_dump(mode="json")) if read else "those of the job's beginning"
+            mine = context.spec.run.model_dump_json() if read else "those of the job's beginning"
             read_by_rank = [json.loads(each) for each in gather(json.dumps([mine, time.monotonic() > end]).encode())]
             if len({settings for settings, _ in read_by_rank}) == 1:
                 return context

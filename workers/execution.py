@@ -23,8 +23,8 @@ from distflow.contracts.forms import ENGINE_TYPES
 from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_text
 from distflow.data.exchange import gather, peer_errors
 from distflow.errors import ColumnError, RankMissing, shown
+from distflow.measurements import NodeTiming
 from distflow.plan import KEEP, Plan, Task, passed_on
-from distflow.plan_file import NodeTiming
 from distflow.recovery.rank_status import RankStatus
 from distflow.recovery.rollout_cache import RolloutCache
 from distflow.telemetry import events, heartbeat, timings

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from distflow.data.exchange import barrier, gather
 from distflow.errors import InvalidInput
-from distflow.plan_file import DeviceProbe, Ends, LinkProbe
+from distflow.measurements import DeviceProbe, Ends, LinkProbe
 
 _LEAST, _BUDGET = 5, 0.3  # repetitions of a measurement, and seconds that it takes if more of them fit
 _LONG = 0.005  # least seconds of a repetition: far longer than reading a clock or launching a kernel

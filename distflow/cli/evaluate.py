@@ -23,6 +23,7 @@ from distflow.config.removed_keys import read_older_keys
 from distflow.config.run import Data
 from distflow.config.shipped import find, find_yaml, on_hub
 from distflow.config.yaml_source import dump, read
+from distflow.contracts.functions import built_in
 from distflow.errors import Diagnostic, InvalidInput, did_you_mean, quoted
 from distflow.options import gpu_count
 from distflow.telemetry.accuracy import interval
@@ -150,7 +151,8 @@ def _figures(folder: Path) -> dict[str, Any]:
     """Return each figure with its confidence interval and the number of problems behind it; and what a right answer
     earns at least, beside the highest reward."""
     values = RunReader(folder).rows("metrics")[-1]
-    threshold = read(folder / "dag.yaml").data["nodes"]["tally"]["with"].get("threshold", 1.0)
+    settings = read(folder / "dag.yaml").data["nodes"]["tally"]["with"]
+    threshold = settings.get("threshold", built_in()["tally"].settings["threshold"].value)
     found: dict[str, Any] = {}
     for name in (name for name in values if name.startswith("evaluation/") and name.count("/") == 1):
         problems = int(values[f"{name}/problems"])

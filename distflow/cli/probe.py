@@ -19,7 +19,7 @@ from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.yaml_source import check, dump, parse
 from distflow.errors import InvalidInput
 from distflow.launch import stay_on_loopback
-from distflow.plan_file import ALIKE, cluster_of_probes
+from distflow.measurements import ALIKE, cluster_of_probes
 from distflow.telemetry.processes import die_with_torchrun, python_environment
 from distflow.telemetry.run_folder import unwritable
 

@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
 
-from distflow.plan_file import NodeTiming
+from distflow.measurements import NodeTiming
 from distflow.telemetry import events
 from distflow.telemetry.run_reader import is_number, parsed
 

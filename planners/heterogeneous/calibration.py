@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from distflow.errors import Diagnostic, InvalidInput
+from distflow.measurements import NodeTiming
 from distflow.plan import Layout as Ranks
-from distflow.plan_file import NodeTiming
 from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.problem import (
     GENERATE,

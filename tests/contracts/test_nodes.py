@@ -76,9 +76,10 @@ def test_tokens_of_an_answer_are_of_one_that_is_there(spec_of):
 @pytest.mark.parametrize(("name", "reads", "pay", "settings", "refused"), [
     ("paid_tokens", "hint: list[str]", ", hint: list[int]", (), "reward `paid` wants column `hint` as Ragged"),
     ("paid_beside", "hint: Ragged", ", hint", (), "reward `paid` wants column `hint` as list.str."),
+    ("mine_twice", "hint: Ragged, also: list[str]", "", ("nodes.mine.reads={also: hint}",), "a field has one form"),
     ("paid_held_out", "hint: list[str]", ", hint: list[int]", (
         "validation={data: {held: data.jsonl}, reward: paid}", "nodes.reward.with={reward: math}"),
      "`validation`: reward `paid` reads column `hint` as Ragged")])
-def test_rewards_take_fields_as_text(name, reads, pay, settings, refused, spec_of):
+def test_a_field_has_one_form_and_is_text_for_rewards(name, reads, pay, settings, refused, spec_of):
     with pytest.raises(InvalidInput, match=refused):
         plan(spec_of(name, reads, *settings, pay=pay), 1)

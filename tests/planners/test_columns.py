@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import yaml
 from planning import DIAMOND, LEARN, LEARN_JOINED, node
 
-from distflow.config.load import load
 from distflow.contracts.forms import plain_form
 from distflow.contracts.functions import built_in
 from distflow.errors import InvalidInput
 from distflow.plan import SOURCE, Column, Task
-from planners import plan
 from planners.columns import fits
-
-DAGS = Path(__file__).parents[2] / "dags"
 
 
 def task(plan, name: str) -> Task:
@@ -61,24 +54,6 @@ def test_of_ordered_writers_the_last_one_upstream_is_read(plan_of):
     plan = plan_of(nodes)
     assert task(plan, "early").reads[0].producer == "two"
     assert task(plan, "late").reads[0].producer == "three"
-
-
-@pytest.mark.parametrize(("form", "refused"), [("list[str]", True), ("Ragged", False)])
-def test_a_field_that_a_node_reads_as_tokens_is_no_text_for_another(tmp_path, monkeypatch, form, refused):
-    (tmp_path / f"gap_{refused}.py").write_text(
-        "from distflow import node\nfrom distflow.data.batch import Ragged\n\n\n@node(type='COMPUTE')\n"
-        f"def gap(chosen: {form}, rejected: {form}) -> None:\n    pass\n")
-    dag = yaml.safe_load((DAGS / "dpo.yaml").read_text())
-    dag["imports"], dag["nodes"]["gap"] = [f"gap_{refused}"], {
-        "role": "actor", "type": "COMPUTE", "function": f"gap_{refused}:gap"}
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(dag))
-    monkeypatch.chdir(tmp_path)
-    spec = load("mine.yaml", "embedded_dpo")
-    if refused:
-        with pytest.raises(InvalidInput, match="Another node reads field `chosen` as tokens"):
-            plan(spec, 1)
-    else:
-        assert task(plan(spec, 1), "gap").reads[0] == Column("chosen", "chosen", SOURCE, "Ragged")
 
 
 def test_optional_columns_are_read_if_they_are_there(plan_of):

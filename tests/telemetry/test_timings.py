@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from distflow.plan_file import NodeTiming
+from distflow.measurements import NodeTiming
 from distflow.telemetry.timings import StepTimings, TimingsFile, read, usual
 
 

@@ -15,7 +15,6 @@ from transformers import GenerationConfig
 
 from distflow.config.load import load
 from distflow.config.run import Data
-from distflow.contracts.nodes import token_columns
 from distflow.data.dataset import open_images, open_records
 from distflow.errors import InvalidInput
 from distflow.telemetry.metrics import Metrics, recording
@@ -199,13 +198,6 @@ def test_a_picture_that_would_fill_the_memory_is_passed_over(tokenizer, monkeypa
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     record = {"question": "after", "picture": png(64, 64)}
     assert ImageEncoder(EMBEDDED_IMAGE_PROCESSOR, IMAGE_ID, Path()).too_long(tokenizer, DATA, record)
-
-
-def test_targets_that_no_task_reads_are_not_rendered():
-    tokenizer, record = build_tokenizer(["one? two"]), {"question": "one?", "answer": "two"}
-    columns = encoder(tokenizer, Data(train="x"), token_columns(load("grpo", None)))([record])
-    assert "targets" not in columns
-    assert torch.equal(columns["prompts"].values, encode_prompts(tokenizer, Data(train="x"), [record])[0].values)
 
 
 def test_answers_of_pairs_are_tokens_with_their_calls_and_thoughts_by_the_chat_template():

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from distflow.measurements import NodeTiming
 from distflow.plan import Layout
-from distflow.plan_file import NodeTiming
 from planners.heterogeneous.calibration import (
     MeasuredRun,
     at_run_sizes,

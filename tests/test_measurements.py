@@ -9,7 +9,7 @@ import yaml
 
 from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.yaml_source import check, parse
-from distflow.plan_file import DeviceProbe, LinkProbe, cluster_of_probes
+from distflow.measurements import DeviceProbe, LinkProbe, cluster_of_probes
 from planners.heterogeneous.hardware import hardware_of
 
 BIG = DeviceProbe(0, "NVIDIA H200", {"bfloat16": 700.0, "float32": 50.0}, 139.0, 4000.0)

@@ -9,8 +9,6 @@ folded into one `count` only where they follow each other, and a machine with un
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +16,6 @@ from statistics import median
 from typing import Any
 
 from distflow.config.cluster import ZONE
-
-
-def digest(value: Any) -> str:
-    """Return 16 hexadecimal digits for a value that JSON can hold."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass
