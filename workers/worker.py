@@ -297,6 +297,7 @@ def _infer(context: RankContext, _: WorkerContext, channel: RolloutChannel, stor
     loader = dataloader(spec, role, group.plan.source.share(dist.get_rank()), group.plan.source, tokenizer)
     ctx = InferenceContext(group, loader, channel, executor, f"{group.name} {rank}", spec.run.wait_limit)
     ready()
+    executor.status.set("waiting for the trainer to begin")
     channel.follow_start(loader)
     _open_timeline(context)
     infer(ctx)
