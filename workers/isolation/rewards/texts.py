@@ -7,7 +7,6 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator
 from fractions import Fraction
 
 from distflow.contracts.decorators import Regex, reward
@@ -156,13 +155,6 @@ def _of_numbers(completion: str, answer: str, strict: bool) -> float | None:
     return 0.0 if strict or _LONG.fullmatch(given) else None
 
 
-def unmatched(references: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """Yield the index of each reference that only the same text can answer, as it is not understood, and why."""
-    for index, reference in enumerate(references):
-        if problem := _problem(reference):
-            yield index, problem
-
-
 def _problem(answer: str) -> str:
     """Return why nobody can match a record's answer; "" if one of its references is understood."""
     problems = [_problem_of(reference) for reference in references_of(answer)]
@@ -174,7 +166,8 @@ def _problem_of(reference: str) -> str:
     wanted = reference.strip() if marked is None else marked
     if not wanted:
         return "it has no final answer"
-    if _LONG.fullmatch(wanted) or readings(wanted):
+    kinds = _choices(wanted)[0], _substance(wanted), _amounts(wanted)[1:], readings(wanted), _LONG.fullmatch(wanted)
+    if any(kinds):
         return ""
     return f"`{wanted[:80]}` is not understood whole, so that only the same text would be right"
 
