@@ -436,9 +436,9 @@ class Redistributor:
         arriving = {} if mine is None else {
             rank: route.pairs(mine.share, rank) for rank in np.flatnonzero(
                 (machines != machines[self.rank]) & (route.received(mine.share, len(machines)) > 0)).tolist()}
-        self._send_in_place(buffers, route, *(_of_long_runs(route, each, True) for each in (leaving, arriving)), memory,
-                            mine)
-        leaving, arriving = (_of_long_runs(route, each, False) for each in (leaving, arriving))
+        self._send_in_place(buffers, route, _of_long_runs(route, leaving, True), _of_long_runs(route, arriving, True),
+                            memory, mine)
+        leaving, arriving = _of_long_runs(route, leaving, False), _of_long_runs(route, arriving, False)
         rounds = min(_MOST_ROUNDS, route.rounds(machines, receivers, ROUND_BYTES))
         if not rounds:
             return
