@@ -182,6 +182,8 @@ RESERVED = frozenset([
     "validation_low", "validation_pass", "value", "waiting", "wall_seconds",
     "weights"])
 """First parts of the names of distflow's own metrics, up to `/`."""
+HISTOGRAMS = frozenset(["staleness/tokens"])
+"""Metrics of which each whole number has a count, NAME/NUMBER: TensorBoard and W&B draw their histogram."""
 
 
 def metric(name: str, value: float | Tensor) -> None:

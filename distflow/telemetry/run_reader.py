@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -19,10 +18,10 @@ import yaml
 from distflow.config.yaml_syntax import BoundedLoader
 from distflow.errors import Diagnostic, InvalidInput, listing, nearest
 from distflow.telemetry.learning_series import Doubt
+from distflow.telemetry.metrics import HISTOGRAMS
 from distflow.telemetry.run_lock import in_use
 
 SUMMARY = "summary.json"  # exists once a run has finished
-_AGE = re.compile(r"staleness/tokens/\d+")
 _RENAMED_EVENTS = {"worker rests": "worker_scaled_down", "worker useful": "worker_caught_up"}
 _SETTINGS = ("dag.yaml", "run.yaml")
 _RANKS, _STEPS, _LATEST, _LARGEST = 2**31, 2**53, 1e11, 1e39  # what ranks, steps, times and metrics stay below
@@ -217,11 +216,12 @@ def _is_like(value: Any, usual: Any) -> bool:
 
 
 def histograms(values: Mapping[str, float]) -> tuple[dict[str, float], dict[str, dict[int, float]]]:
-    """Return the metrics that are no counts by age, and these as {name: {age: count}}."""
+    """Return the metrics that are no counts of `HISTOGRAMS`, and these as {name: {number: count}}."""
     plain, found = dict(values), dict[str, dict[int, float]]()
-    for name in filter(_AGE.fullmatch, values):
-        ages, _, age = name.rpartition("/")
-        found.setdefault(ages, {})[int(age)] = plain.pop(name)
+    for name in values:
+        histogram, _, number = name.rpartition("/")
+        if histogram in HISTOGRAMS and number.isdecimal():
+            found.setdefault(histogram, {})[int(number)] = plain.pop(name)
     return plain, found
 
 
