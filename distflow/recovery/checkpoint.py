@@ -282,7 +282,7 @@ def holds(checkpoint: Path, role: str) -> bool:
 
 
 def _require_frozen(checkpoint: Path, roles: Iterable[str]) -> None:
-    """Refuse a checkpoint with weights of a role that does not change now: they would be those of its model again."""
+    """Refuse a checkpoint with weights of a role that does not change now: it would have those of its model folder."""
     for role in roles:
         if holds(checkpoint, role):
             raise CheckpointError(

@@ -336,7 +336,8 @@ class Uploads:
         self.job = self.pool.submit(self._upload, generation)
 
     def over(self, seconds: float) -> bool:
-        """Return whether all uploads have ended, after at most so many `seconds`."""
+        """Return whether all uploads have ended, after at most so many `seconds`. The last one ends last: there is one
+        thread."""
         until = time.monotonic() + seconds
         while self.job and not self.job.done():
             if time.monotonic() > until:

@@ -221,7 +221,7 @@ def position_inputs(model: Any, tokens: Tensor, mask: Tensor,
         return {"position_ids": positions}, lengths
     kinds = torch.eq(tokens, model.config.image_token_id).int()
     if not hasattr(model.base_model, "get_rope_index"):
-        seen = {"token_type_ids": kinds} if "token_type_ids" in _takes(type(model.base_model)) else {}
+        seen = {"token_type_ids": kinds} if "token_type_ids" in _forward_parameters(type(model.base_model)) else {}
         return {"position_ids": positions, **seen, **images}, lengths
     positions, shift = model.base_model.get_rope_index(tokens, mm_token_type_ids=kinds, attention_mask=mask,
                                                        image_grid_thw=images["image_grid_thw"])
@@ -229,8 +229,9 @@ def position_inputs(model: Any, tokens: Tensor, mask: Tensor,
 
 
 @functools.cache
-def _takes(kind: type[nn.Module]) -> frozenset[str]:
-    return frozenset(inspect.signature(kind.forward).parameters)
+def _forward_parameters(model_class: type[nn.Module]) -> frozenset[str]:
+    """Return the names of the parameters of a model's forward pass."""
+    return frozenset(inspect.signature(model_class.forward).parameters)
 
 
 def attach_images(model: PreTrainedModel, image_processor: Processor | None) -> PreTrainedModel:

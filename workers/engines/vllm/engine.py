@@ -67,8 +67,8 @@ class VLLMSession(RequestSession):
         for row in rows:
             row.begin()
             request = self.request_for(row)
-            params = parameters(self.key_of(row), self.temperature, self.limits or self.engine.generation, row.id,
-                                len(row.sequence) - row.prompt, row.limit, self.engine.ends)
+            params = parameters(self.key_of(row), self.temperature, self.limits or self.engine.generation, id=row.id,
+                                first=len(row.sequence) - row.prompt, limit=row.limit, ends=self.engine.ends)
             with translate_errors(f"take a row of {len(row.sequence)} tokens"):
                 self.engine.core.add_request(self.engine.llm.input_processor.process_inputs(
                     request, {"prompt_token_ids": row.sequence.tolist(), "cache_salt": str(self.engine.version)},

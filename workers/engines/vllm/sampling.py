@@ -54,7 +54,7 @@ class _Slot(NamedTuple):
 def parameters(key: int, temperature: float, limits: Generation | TokenLimits, id: int, first: int, limit: int,
                ends: list[int]) -> SamplingParams:
     """Return a request whose tokens `SamplingProcessor` samples. `first`: position of its first token after the
-    prompt."""
+    prompt, for the random numbers. `limit`: tokens to sample now."""
     choice = _Choice(key, temperature, limits.top_k, limits.top_p, limits.min_p)
     return SamplingParams(
         temperature=0.0, max_tokens=limit, stop_token_ids=ends, ignore_eos=True, logprobs=0, detokenize=False,
