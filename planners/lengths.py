@@ -36,7 +36,7 @@ def check_lengths(spec: Spec, bound: dict[str, Contract]) -> list[Diagnostic]:
     beyond the length up to which rotary frequencies are those of the whole row."""
     mistakes = []
     sampled = dict(_sampled(spec, bound))
-    limits = [*sampled.values(), *([_targets(spec)] if token_columns(spec) or not sampled else [])]
+    limits = [*sampled.values(), *([_targets(spec)] if token_columns(spec, ENGINE_TYPES) or not sampled else [])]
     longest = max(limits, key=_tokens)
     used = {node.role for node in spec.dag.nodes.values() if node.type in ENGINE_TYPES}
     for role in sorted(used.intersection(spec.dag.roles)):

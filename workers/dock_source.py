@@ -252,7 +252,7 @@ class DockSource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of any mode. If `data.batch` has changed since, the next whole draw of that size is the next."""
-        self.loader.load_state_dict(state)
+        self.loader.load_state_dict(state, ahead=True)
         self.loader.position += -self.loader.position % self.loader.batch
         kept = {} if self.in_order else state
         self.enqueued, self.taken = kept.get("enqueued", self.loader.position), \

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from distflow.config.spec import Spec
 from distflow.contracts.agents import with_agent_columns
 from distflow.contracts.environments import with_environment_columns
-from distflow.contracts.forms import Contract, Read, plain_form
+from distflow.contracts.forms import TYPES, Contract, Read, plain_form
 from distflow.contracts.functions import contract_of
 from distflow.contracts.rewards import with_reward_columns
 from distflow.contracts.templates import with_template_columns
@@ -23,17 +23,18 @@ def whole_contract(spec: Spec, node: str) -> Contract | None:
     return functools.reduce(lambda known, more: more(spec, node, known), _FURTHER, contract) if contract else None
 
 
-def columns_read(spec: Spec) -> Iterator[tuple[str, Read]]:
-    """Yield each column that a node reads, by its name in the DAG, and how."""
+def columns_read(spec: Spec, types: Collection[str] = TYPES) -> Iterator[tuple[str, Read]]:
+    """Yield each column that a node of these types reads, by its name in the DAG, and how."""
     for name, node in spec.dag.nodes.items():
-        if contract := whole_contract(spec, name):
+        if node.type in types and (contract := whole_contract(spec, name)):
             yield from ((node.reads.get(read.name, read.name), read) for read in contract.reads)
 
 
-def token_columns(spec: Spec) -> set[str]:
-    """Return the columns in which the dataset gives an answer as tokens: `targets` if a node reads it, and each of
-    `data.columns` that a function takes as Ragged. All others are texts, as rewards, agents and templates take them."""
-    return {column for column, read in columns_read(spec) if column == TARGETS or (
+def token_columns(spec: Spec, types: Collection[str] = TYPES) -> set[str]:
+    """Return the columns in which the dataset gives an answer as tokens: `targets` if a node of these types reads it,
+    and each of `data.columns` that its function takes as Ragged. All others are texts, as rewards, agents and templates
+    take them."""
+    return {column for column, read in columns_read(spec, types) if column == TARGETS or (
         column in spec.run.data.columns and plain_form(read.form) == "Ragged" and not read.reader)}
 
 

@@ -21,7 +21,7 @@ from distflow.config.spec import Spec
 from distflow.config.yaml_source import YamlSource
 from distflow.contracts import decorators
 from distflow.contracts.definitions import Definition, definitions, where_defined
-from distflow.contracts.forms import PER_SAMPLE, Contract, Read, RewardContract
+from distflow.contracts.forms import PER_SAMPLE, Contract, Read, RewardContract, plain_form
 from distflow.contracts.functions import built_in, contract_of
 from distflow.contracts.modules import check_module, module_file
 from distflow.contracts.read import read_contract
@@ -312,8 +312,8 @@ def _check_columns(spec: Spec, setting: RewardSetting, recipe: Recipe) -> Iterat
             hint = f"{did_you_mean(read.name, read.called(known), 'Columns')}\nIf it is a field of the data:  " \
                    f"data: {{columns: [{', '.join([*fields, read.name])}]}}"
             yield Diagnostic(f"{what}, which the data does not give", where, hint)
-        elif read.name in fields and read.form not in ("", "list[str]"):
-            yield Diagnostic(f"{what} as {read.form}, and the dataset gives list[str]", where, TEXTS)
+        elif read.name in fields and plain_form(read.form) == "Ragged":
+            yield Diagnostic(f"{what} as tokens, and the dataset gives its text", where, TEXTS)
 
 
 def _find(spec: Spec, wanted: Iterable[Term], mistakes: list[Diagnostic]) -> dict[str, RewardContract]:

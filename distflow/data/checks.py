@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distflow.config.spec import Spec
+from distflow.contracts.forms import ENGINE_TYPES
 from distflow.contracts.functions import contract_of
 from distflow.contracts.nodes import TARGETS, columns_read, token_columns
 from distflow.contracts.rewards import branches, validation_fields, validation_reads
@@ -120,8 +121,8 @@ def reads_answers(spec: Spec, validation: bool = False) -> bool:
 
 
 def imitated_fields(spec: Spec) -> set[str]:
-    """Return the fields of the data of whose text the tokens are learned."""
-    return {spec.run.data.answer if column == TARGETS else column for column in token_columns(spec)}
+    """Return the fields of the data whose tokens a model is given."""
+    return {spec.run.data.answer if column == TARGETS else column for column in token_columns(spec, ENGINE_TYPES)}
 
 
 def _nth(records: Records) -> int:
@@ -211,7 +212,9 @@ def _repeat_notes(name: str, records: Records, spec: Spec) -> Iterator[str]:
     found = find_repeats(records, spec.run.data.question, spec.run.data.answer, read)
     if found.otherwise:
         here, there = map(records.location, found.first_otherwise)
-        kind = "" if spec.run.data.answer in imitated_fields(spec) else "answers_contradict"  # several may be learnt
+        # columns may tell the records apart, and several answers may be learned
+        several = spec.run.data.columns or spec.environments or spec.run.data.answer in imitated_fields(spec)
+        kind = "answers_contradict" if reads_answers(spec) and not several else ""
         yield Doubt(f"{found.otherwise:,} questions of {name} come again with another answer, as {here} and {there}: "
                     "what one teaches the other takes back", kind, min(1.0, 2 * found.otherwise / read))
     elif found.count >= _REPEATED * read:

@@ -3,7 +3,7 @@
 The stream of samples is the dataset shuffled again each epoch, by (seed, epoch) alone; several datasets take turns in
 it. Step `s` takes the next `batch` positions of it, over the end of an epoch too, and each share a contiguous part of
 those, as its layout says. So the samples of a step do not depend on the number of ranks, and the only state is the
-position, the pace of the ranks where shares follow it, and the datasets' weights where nodes set them.
+position, and where each dataset stood when the datasets or their weights changed.
 """
 
 from __future__ import annotations
@@ -302,10 +302,11 @@ class Dataloader:
         files = {"files": self.files} if self.files else {}
         return {"position": self.position, "mixture": self.records.state_dict(), **files}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], ahead: bool = False) -> None:
+        """Load a state. `ahead`: whether prompts behind its position may be under way."""
         self.position, self.left_over = int(state["position"]), len(state.get("open", ()))
         self._load_mixture(state)
-        self._compare_files(state.get("files", {}), "enqueued" in state)
+        self._compare_files(state.get("files", {}), ahead)
 
     def _load_mixture(self, state: dict[str, Any]) -> None:
         """Load where each training set stands. Of other sets or weights than the state's, each set that stays continues
@@ -315,9 +316,10 @@ class Dataloader:
         homes, order = {str(file): name for name, file in before.items()}, [*before]
         olds = [name if name in before else homes.get(str(file)) for name, file in now.items()]  # it may have moved
         places = [None if old is None else order.index(old) for old in olds]
-        mixed, mixture = state.get("mixture", {}), self.records
-        weights = mixed.get("weights", mixture.weights)
-        if not before or [*weights] == [*mixture.weights] and places == [*range(len(before))]:
+        mixed, mixture = state.get("mixture", {"turns": [1]} if len(before) == 1 else {}), self.records
+        weights = mixed.get("weights") or mixed.get("turns")  # older states have turns, or neither
+        alike = "weights" not in mixed or [*mixed["weights"]] == [*mixture.weights]
+        if not before or not weights or alike and places == [*range(len(before))]:
             mixture.load_state_dict(mixed)
             return
         other = Mixture([mixture.parts[0] for _ in before], weights)

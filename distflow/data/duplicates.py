@@ -94,10 +94,15 @@ def find_repeats(records: Records, question: str, answer: str, most: int) -> Rep
             continue
         found.first = found.first if found.count else (index, earlier)
         found.count += 1
-        if answered and other and answered != other:
+        if answered and other and _spelled(answered) != _spelled(other):
             found.first_otherwise = found.first_otherwise if found.otherwise else (index, earlier)
             found.otherwise += 1
     return found
+
+
+def _spelled(answer: str) -> str:
+    """Return an answer without what is only another spelling of it."""
+    return answer.casefold().replace(",", "").rstrip(".")
 
 
 def _conversation(question: object) -> str:

@@ -37,7 +37,7 @@ DOUBTS = {
     "answers_contradict": ("duplicated_prompts", "one of the answers is wrong, and what is right earns nothing"),
     "pairs_contradict": ("pairs_contradict", "such pairs teach nothing, or what is worse"),
     "texts_cut": ("", "what is cut off is neither read nor learnt"),
-    "unanswerable": ("answers_not_found", "nothing is ever earned with such a prompt"),
+    "unanswerable": ("answers_not_found", "whatever is answered to such a prompt earns the same"),
     "wrong_paid": ("reward_against_answers", "the reward pays wrong answers, too, and the policy finds the cheapest"),
     "right_unpaid": ("", "right answers do not earn what they should"),
     "paid_alike": ("", "the reward does not depend on the answer, or reads another form"),

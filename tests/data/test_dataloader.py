@@ -116,6 +116,19 @@ def test_loaders_of_other_groups_find_the_trainers_records(before, now):
     assert trainer.at(ids)["number"].tolist() == rollout.at(ids)["number"].tolist()
 
 
+@pytest.mark.parametrize(("before", "now", "mixture", "taken"), [
+    ({"a": 1}, {"a": 1, "b": 1}, None, [12, 0]), ({"a": 1, "b": 1, "c": 1}, {"a": 1, "c": 1}, None, None),
+    ({"a": 1, "b": 1}, {"a": 1, "b": 1, "c": 1}, None, None),
+    ({"a": 1, "b": 1}, {"a": 1, "b": 1, "c": 1}, {"turns": [3, 1]}, [9, 3, 0])])
+def test_a_state_of_an_older_version_has_no_weights(before, now, mixture, taken):
+    """They had `turns` of sets that a node has reweighed, and of others nothing: they continue by positions."""
+    first, later = resumable(before), resumable(now)
+    state = {"position": 12, "files": first.state_dict()["files"], **({"mixture": mixture} if mixture else {})}
+    later.load_state_dict(json.loads(json.dumps(state)))
+    assert (later.position, later.records.since) == (12, 12 if taken else 0)
+    assert taken is None or sum(later.records.taken) == sum(taken) and later.records.taken[-1] == 0
+
+
 def _stepped(loader: Dataloader) -> Dataloader:
     for _ in range(4):
         loader.next()

@@ -83,13 +83,16 @@ def test_questions_that_come_again_are_noted(tmp_path, records, said):
     assert bool(said) == any(f"{path}:" in note for note in notes)
 
 
-@pytest.mark.parametrize(("answers", "kind"), [(("1 #### 2", "#### 3"), "answers_contradict"),
-                                               (("1 + 1 #### 2", "#### 2"), "")], ids=["others", "other_steps"])
-def test_other_answers_to_the_same_questions_are_a_doubt_in_a_large_set_too(tmp_path, answers, kind):
+@pytest.mark.parametrize(("answers", "settings", "kind"), [
+    (("1 #### 2", "#### 3"), [], "answers_contradict"), (("1 + 1 #### 2", "#### 2"), [], ""),
+    (("1,000", "1000."), [], ""), (("Paris", "paris"), [], ""), (("2", "3"), ["data.columns=[passage]"], "")],
+    ids=["others", "other_steps", "commas", "capitals", "told_apart"])
+def test_other_answers_to_the_same_questions_are_a_doubt_in_a_large_set_too(tmp_path, answers, settings, kind):
     path = tmp_path / "joined.jsonl"
-    path.write_text("".join(json.dumps({"question": f"{number} + 1?", "answer": answer}) + "\n"
+    path.write_text("".join(json.dumps({"question": f"{number} + 1?", "answer": answer, "passage": answer}) + "\n"
                             for number in range(5001) for answer in answers))
-    doubts = [note for note in check_data(load("grpo", None, [f"data.train={path}"])) if getattr(note, "kind", "")]
+    notes = check_data(load("grpo", None, [f"data.train={path}", *settings]))
+    doubts = [note for note in notes if getattr(note, "kind", "")]
     assert [(note.kind, note.share) for note in doubts] == [(kind, 1.0)] * bool(kind)
 
 

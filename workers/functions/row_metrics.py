@@ -89,9 +89,10 @@ def _report_right(columns: dict[str, ColumnData], group: Tensor, rewards: Column
                                                                                   wanted)], dtype=torch.float64)
     current().mean_of("response/has_answer", right_B[marked_B])
     if isinstance(rewards, Tensor):
-        compares = len(group.unique()) < len(group)
-        above_B = _centred(rewards.double(), group) if compares else rewards - rewards.min()
-        lost_B = ~marked_B & (above_B.abs() < 1e-9)
+        _, index_B, sizes = torch.unique(group, return_inverse=True, return_counts=True)
+        compares_B = sizes[index_B] > 1
+        above_B = _centred(rewards.double(), group) if compares_B.any() else rewards - rewards.min()
+        lost_B = ~marked_B & (above_B.abs() < 1e-9) & (compares_B | ~compares_B.any())
         current().mean_of("reward/unanswerable", lost_B)
         right, wrong = rewards.double()[right_B > 0], rewards.double()[marked_B & (right_B == 0)]
         current().mean_of("earned/right", right)

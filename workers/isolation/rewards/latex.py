@@ -61,7 +61,7 @@ _MARKUP = tuple((re.compile(pattern), to) for pattern, to in (
     (r"(?<=[0-9])\s*([apAP])\.?\s?[mM]\b\.?", lambda found: f" {found[1].lower()}m"),
     (r"\\(?:text)?color\s*(?:\[[^\[\]]*\])?\{[^{}]*\}|\A\s*[*_]+|(?<!\\)[\\*_]+\s*\Z|[\"“”]|"
      r"\\(?:tiny|small|large|Large|LARGE|huge|Huge|bf|underline|displaystyle)(?![a-z])", " "),
-    (r"\A(?:[^$]|\$(?=\s?-?[0-9.]))*\Z|\\\$", lambda found: found[0].replace("\\$", "$").replace("$", "＄")),  # dollars
+    (r"\A(?:[^$]|\$(?=\s?-?\.?[0-9]))*\Z|\\\$", lambda found: found[0].replace("\\$", "$").replace("$", "＄")),
     (r"\\(?:left|right|middle)\s*\.", " "),
     (r"\\(?:(?:left|right|middle)(?![a-z])|[bB]igg?[lrm]?(?![a-z])|displaystyle|textstyle|limits|nolimits|strut)", " "),
     (r"\\(?:[dtcs]|nice)frac(?![a-zA-Z])", r"\\frac"),

@@ -39,10 +39,12 @@ _LIMITING = re.compile(
 _NEGATIVE = re.compile(rf"\b(?:negative|minus)\s+(?=[{CURRENCIES}]?\s*\.?[0-9])", re.IGNORECASE)
 _LABEL = re.compile(r"[:=≈]\s*$")
 _SAYS = re.compile(r".*(?:是|为|為|等于|等於|得|共|有|答案?|は|が|은|는)")
-_WHICH = re.compile(r"(?:\s*,\s+which\b(?!.*\b(?:not|wrong|incorrect)\b).*|"
+_WHICH = re.compile(r"(?:\s*,\s+which\b(?!.*(?:\b(?:not|cannot|wrong|incorrect|false)\b|n['’]t\b))[^0-9]*|"
                     r"(?:\A|\s+)(?:is|was) (?:the|my) (?:(?:final|correct|right) )?answer)\W*\Z")
-_IN_TEXT = re.compile(r"(?<![0-9.])[-+]?(?:\\frac\{[0-9]+\}\{[0-9]+\}|"
-                      r"(?:[0-9]+\s+)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)(?:\s*/\s*[1-9][0-9]*)?)")
+_IN_TEXT = re.compile(r"(?<![0-9.^{])[-+]?(?:\\frac ?(?:\{ ?[0-9]+ ?\} ?\{ ?[0-9]+ ?\}|[0-9]{2})|"
+                      r"[0-9]+ [0-9]+ ?/ ?[1-9][0-9]*|(?:[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}(?![0-9])|[0-9]+)?"
+                      r"(?:(?<=[0-9])|\.[0-9])[0-9]*(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,2}(?![0-9])|"
+                      r" ?\* ?10 ?\^ ?(?:\{ ?-?[0-9]{1,2} ?\}|[0-9])| ?/ ?[1-9][0-9]*)?)")
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,10 @@ def read_number(text: str) -> Number | None:
     answer = parse_whole(text)
     while answer is not None and len(answer.parts) == 1 and (answer.kind == "set" or len(answer.text) == 1):
         answer = answer.parts[0]
+    if answer is not None and answer.kind == "list":
+        numbers = [number(part) for part in answer.parts]
+        if None not in numbers and len({(each.value, each.percent) for each in numbers if each}) == 1:
+            return numbers[0]  # in several forms
     return number(answer) or _said(text)
 
 
@@ -94,7 +100,7 @@ def _said(text: str) -> Number | None:
             last -= 1
         if last < len(given) and given[last].kind == "word" and given[last].close and not units_of(given[last].text):
             return None  # a product, as `3ab`
-        lead, tail = spelled(given[:first]), _WHICH.sub("", spelled(given[last:]))
+        lead, tail = spelled(given[:first]).replace(r"\approx", "≈"), _WHICH.sub("", spelled(given[last:]))
         if re.search(r"[0-9]", tail) or not _leads(lead) or not _follows(tail):
             return None
         found = number(quantity(given[first:last]))
@@ -110,7 +116,7 @@ def _said(text: str) -> Number | None:
 
 def last_number(text: str) -> Number | None:
     """Return the last number of a text, wherever it stands."""
-    found = _IN_TEXT.findall(text[-1000:])
+    found = _IN_TEXT.findall(plain(text[-1000:]))
     return read_number(found[-1].rstrip(",")) if found else None
 
 

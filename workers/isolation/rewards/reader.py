@@ -45,7 +45,7 @@ _BELOW_1000 = rf"(?:(?:{_ONES}|a)\shundred(?:(?:\sand)?\s{_BELOW_100})?|{_BELOW_
 _COUNTED = re.compile(
     rf"\s*{_BELOW_1000}(?:\s(?:thousand|million|billion)(?:(?:\sand)?\s{_BELOW_1000})?)*(?![\w-]|\sof\b)",
     re.IGNORECASE)
-_OF_UNITS = ("^", "2", "3", "{", "}", "/", "per", r"\%")
+_OF_UNITS = ("^", "{", "}", "/", "per", r"\%")
 _ROMAN = re.compile("[IVX]+")
 _MONTHS = ("january", "february", "march", "april", "may", "june", "july", "august", "september", "october", "november",
            "december")
@@ -416,7 +416,7 @@ def _without_units(given: list[Token]) -> list[Token]:
     """Remove units and percent signs behind a value, and a currency before it."""
     given = [token for token in given if token.text not in _MONEY]
     end = at = len(given)
-    while at > 1 and (_is_unit(given, at - 1) or given[at - 1].text in _OF_UNITS or given[at - 2].text == "/"):
+    while at > 1 and (_is_unit(given, at - 1) or _is_of_unit(given, at - 1)):
         end = at - 1 if _is_unit(given, at - 1) else end
         at -= 1
     bare = given[:end]
@@ -425,6 +425,13 @@ def _without_units(given: list[Token]) -> list[Token]:
     while len(bare) > 1 and bare[-1].text in (r"\%", r"\degree"):
         bare = bare[:-1]
     return bare
+
+
+def _is_of_unit(given: list[Token], at: int) -> bool:
+    token, before = given[at], given[at - 1]
+    if token.text in ("2", "3"):  # a power, and no second number as in `5 feet 2 inches`
+        return before.text in ("^", "{") or (token.close and before.kind in ("word", "text"))
+    return token.text in _OF_UNITS or (before.text == "/" and token.kind in ("word", "text"))
 
 
 def _is_unit(given: list[Token], at: int) -> bool:

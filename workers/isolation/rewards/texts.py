@@ -20,7 +20,7 @@ from workers.isolation.rewards.reader import SHORT_WORDS, parse_whole, plain, re
 
 MARK = "####"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w])")
-_JOINT = re.compile(r"[\s$]*[,;]?\s*(?:\\text\{\s*)?(and|or|)(?:\s*\})?[\s$]*")
+_JOINT = re.compile(r"[\s$]*+[,;]?\s*+(?:\\text\{\s*+)?(and|or|)(?:\s*\})?[\s$]*+")
 _LONGEST = 1000
 
 
@@ -96,7 +96,8 @@ _AMOUNTS = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([^\W\d_]+)(?:[\s,]*\band\b|,
 _LETTERS = re.compile(r"[A-Za-z]{2,3}")
 _SIGNS = re.compile(r"\A[^\w\s$\\(\[{.+−–-]+\s*")
 _ANSWER = re.compile(
-    r".*(?:\b(?<!wrong )(?<!falsche )(?<!incorrect )(?:answer|correct (?:option|choice)|respuesta(?: correcta)?|"
+    r".*(?:\b(?<!not the )(?<!than the )(?<!nor the )(?<!wrong )(?<!falsche )(?<!incorrect )"
+    r"(?:answer|correct (?:option|choice)|respuesta(?: correcta)?|"
     r"r[ée]ponse(?: correcte)?|(?:richtige )?antwort|"
     r"risposta(?: corretta)?|resposta(?: correta)?)\b(?:\W{0,3}\b(?:is|was|es|est|ist|è|é)\b)?|(?:答案|答え|正解|정답)"
     r"(?:应该?)?[是为為はがは은는]?|(?<![不没])(?:故|[应應](?<!不.))[选選])[^\w$\\(\[{+.−–-]{0,3}[\s*]*"
@@ -105,7 +106,8 @@ _ANSWER = re.compile(
 _FORMULA = re.compile(r"\$([^$]+)\$\**\Z|\\\(((?:[^\\]|\\[^()])+)\\\)\**\Z")
 _SUM = re.compile(r"(?:\A|\s)[-+($€£]*[0-9][-+*/×÷().,0-9\s$€£%]*=([-\s$€£]*[0-9][0-9,.%]*)\Z")
 _DENIED = re.compile(
-    r"(?:\b(?:not|cannot|nor|than|nicht|pas|n[ãa]o|non|no es|(?:wrong|incorrect|falsche) \w+)\b|n['’]t\b|不[是等])"
+    r"(?:\b(?:not|cannot|nor|than|or|and|maybe|be|nicht|pas|n[ãa]o|non|no es|(?:wrong|incorrect|falsche) \w+)\b|"
+    r"n['’]t\b|不[是等])"
     r"[^,.;:]{0,10}\Z", re.IGNORECASE)
 """What right before a formula keeps it from being the answer."""
 _CHOICE = re.compile(
@@ -114,6 +116,7 @@ _CHOICE = re.compile(
     r"(?P<behind>(?:(?![.!?]\s|\s\(?[A-J]\)\s).)+)|,?\s(?:because|since|not|as(?!\s+well\b|\s+[A-J]\b))\s.*|\)?[:项項]?)")
 """A letter of a choice, and one sentence that may stand behind it and names no other letter."""
 _LETTERS_ALONE = re.compile(r"(?:\b(?:[A-J]|and|or)\b|\W)+")
+_FIGURE = re.compile(r"(?:\\approx|[^\w(\\])*[0-9]")  # a number before all words
 _LONG = re.compile(r"[-+]?[0-9.,]{1000,}")  # A number of so many digits is compared as text
 
 
@@ -141,7 +144,8 @@ def _without_a_process(completion: str, answer: str, cut_thoughts: bool = False,
 
 def _of_numbers(completion: str, answer: str, strict: bool) -> float | None:
     wanted, given = _final_answers(completion, answer)
-    expected = number(parse_whole(wanted))
+    parsed = parse_whole(wanted)
+    expected = read_number(wanted) if parsed is None and _FIGURE.match(wanted) else number(parsed)
     if given is None:
         found = None if strict else last_number(_without_thoughts(completion))
         return float(found is not None and expected is not None and found.answers(expected, strict))

@@ -60,7 +60,8 @@ def test_math_judges_answers_of_public_reports(row):
     "10**10**10", "7+0*10**10**10", "7^{1e999999999}", "1:" * 400 + "7", r"7\text{ " * 400, "7, " * 400, "7 or " * 300])
 def test_math_pays_no_hostile_answer_and_ends(answer):
     start = time.process_time()
-    for completion in (f"\\boxed{{{answer}}}", f"#### {answer}", f"The answer is {answer}"):
+    for completion in (f"\\boxed{{{answer}}}", f"#### {answer}", f"The answer is {answer}",
+                       "\\boxed{1}" + "\n" * 5000 + "x\\boxed{2}"):
         for reference in ("7", "x+1", "(1,7)", "7 m", r"\{7\}", "7:7", "A"):
             assert math(completion, reference) == 0.0
     assert time.process_time() - start < 20
