@@ -30,6 +30,7 @@ from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 
 from distflow.config.run import Data
 from distflow.config.spec import Spec
+from distflow.contracts.forms import ENGINE_TYPES
 from distflow.contracts.nodes import TARGETS, token_columns
 from distflow.data.dataset import open_images
 from distflow.data.problems import (
@@ -69,7 +70,7 @@ _OBSERVATION = "Go on: 7 + 5?"
 
 def prove_tokens(spec: Spec, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None, known_ends: Collection[int],
                  sets: Sequence[FirstRecords]) -> Iterator[FailedProof]:
-    learned = token_columns(spec)
+    learned = token_columns(spec, ENGINE_TYPES)
     for records in sets if spec.run.data.images is None else ():  # images take tokens of their own
         for other in ("", *sorted(learned - {TARGETS}) * records.training):
             imitates = records.training and (other or TARGETS) in learned
