@@ -122,7 +122,8 @@ class Mixture(JoinedRecords):
         self.owed = [0.0] * len(sets)  # turns that each has had too few, since they are whole numbers
 
     def index(self, position: int, seed: int) -> int:
-        """Return which record the stream has at a position; before the first round, others of it."""
+        """Return which record the stream has at a position. One from before the last change of datasets has another
+        record than it had."""
         number = int(self._turn(position, seed)[-1])
         taken = self.taken_before(position, seed)[number] % _BEFORE
         return self.starts[number] + _shuffled_index(len(self.parts[number]), seed, taken, self.numbers[number])
@@ -303,7 +304,7 @@ class Dataloader:
         return {"position": self.position, "mixture": self.records.state_dict(), **files}
 
     def load_state_dict(self, state: dict[str, Any], ahead: bool = False) -> None:
-        """Load a state. `ahead`: whether prompts behind its position may be under way."""
+        """Load a state. `ahead`: prompts beyond its position may be under way."""
         self.position, self.left_over = int(state["position"]), len(state.get("open", ()))
         self._load_mixture(state)
         self._compare_files(state.get("files", {}), ahead)

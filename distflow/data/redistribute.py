@@ -508,6 +508,7 @@ def _rows(route: Route, buffers: Buffers, pairs: np.ndarray) -> \
 
 
 def _of_long_runs(route: Route, pairs: Pairs, long: bool) -> Pairs:
+    """Return the pairs whose rows lie in long runs, or else the others."""
     return {rank: each for rank, each in pairs.items() if len(each) and bool(route.in_place[each[0]]) is long}
 
 
