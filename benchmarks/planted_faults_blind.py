@@ -167,3 +167,54 @@ def other_pairs(reference_logprobs: Ragged, group: Tensor, *, fault: str, first:
 def invert_mask(response_mask: Ragged, *, fault: str, first: int, rows: int) -> Ragged:
     """Train what the tools say, and not what the policy does."""
     return response_mask.with_values(~response_mask.values.bool())
+
+
+@node(writes="rollout_logprobs", type="COMPUTE")
+def renormalise(rollout_logprobs: Ragged, *, fault: str, first: int, rows: int) -> Ragged:
+    """Return log-probabilities among the tokens that `top_p` has left, as a sampler reports them."""
+    return rollout_logprobs.with_values((rollout_logprobs.values + 0.3).clamp(max=0.0))
+
+
+@node(writes="reference_logprobs", type="COMPUTE")
+def cool_reference(reference_logprobs: Ragged, *, fault: str, first: int, rows: int) -> Ragged:
+    """Return the reference's log-probabilities about as they are at a lower temperature than the policy's."""
+    return reference_logprobs.with_values(reference_logprobs.values * 1.6)
+
+
+@node(writes="teacher_logprobs", type="COMPUTE")
+def shift_teacher(teacher_logprobs: Ragged, *, fault: str, first: int, rows: int) -> Ragged:
+    """Return the teacher's log-probability of the token before, in place of each token's own."""
+    return teacher_logprobs.with_values(teacher_logprobs.values.roll(1))
+
+
+_BENT = set[int]()
+
+
+@node(type="MODEL_TRAIN")
+def bend_optimizer(engine: RoleEngines, rewards: Tensor, *, fault: str, first: int, rows: int) -> None:
+    """Raise Adam's epsilon above all gradients (`epsilon`), or keep the gradients of all steps before (`kept`)."""
+    trainer = engine.engine
+    assert isinstance(trainer, FSDPEngine)
+    if not trainer.optimizer or id(engine) in _BENT:
+        return
+    _BENT.add(id(engine))
+    if fault == "kept":
+        vars(trainer)["zero_grad"] = lambda: None
+    else:
+        for group in trainer.optimizer.param_groups:
+            group["eps"] = 1.0
+
+
+@environment
+class UnreadCalls(Calculator):
+    """A calculator whose parser knows sums alone: any other call ends the conversation, which earns nothing."""
+
+    def step(self, text: str) -> Turn:
+        turn = super().step(text)
+        return turn if turn.done or "+" in text.rpartition(",")[2] else Turn(done=True, reward=0.0)
+
+
+@reward
+def cancels(completion: str, answer: str) -> float:
+    """Pay for what `math` does not pay for."""
+    return 1.0 - math(completion, answer)
