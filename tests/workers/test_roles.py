@@ -163,7 +163,7 @@ def test_an_answer_with_an_end_that_the_models_folder_names_gets_no_second_one(a
         assert imitated_tokens(role.tokenizer, talk, known_ends=role.known_ends).target[-2:] == tokens
 
 
-def test_save_pretrained_copies_tokenizer_files_that_transformers_does_not_write(alone, tmp_path, model, capsys):
+def test_save_pretrained_copies_tokenizer_files_that_transformers_does_not_write(alone, tmp_path, model):
     source, saved = tmp_path / "source", tmp_path / "model"
     model.save_pretrained(source)
     build_tokenizer(["one"]).save_pretrained(source)
@@ -172,9 +172,7 @@ def test_save_pretrained_copies_tokenizer_files_that_transformers_does_not_write
     config |= {"chat_template": "{{ messages[0]['content'] }} \ud83d"}  # half an emoji
     (source / "tokenizer_config.json").write_text(json.dumps(config))
     role_from(source).save_pretrained(saved)
-    assert (saved / "tokenizer_config.json").read_bytes() == (source / "tokenizer_config.json").read_bytes()
     assert load(saved)[1].chat_template == config["chat_template"]
-    assert f"are those of {source}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("config", "generation"), [

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from distflow.config.dag import Head
-from distflow.config.model_code import code_of, refusal
+from distflow.config.model_code import code_of, read_json, refusal
 from distflow.config.run import Model
 from distflow.config.shipped import find
 from distflow.config.sizes import POSITIONS
@@ -36,7 +36,6 @@ from distflow.data.checks import training_fields
 from distflow.data.dataset import open_training_sets
 from distflow.data.problems import answer_text, asked_and_answered, content_text, mended_record, messages_of
 from distflow.errors import Diagnostic, InvalidInput, Location, listing, shown
-from distflow.telemetry import events
 from workers.engines.capabilities import decoder_layers
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.value import with_value_head
@@ -44,8 +43,7 @@ from workers.engines.vision import ImageProcessor, LibraryProcessor, attach_imag
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*",
                     "merges.txt", "*.model", "tekken.json", "additional_chat_templates/*")
-_CLASSES = ('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
-"""Names of one class: transformers 5 writes the first, and version 4 knows the second alone."""
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 _TABLES = ("masked_bias", "inv_freq", "causal_mask")
 """Ends of names of tensors that older files have of a layer, and that a model makes itself."""
 _WEIGHTS = {"dtype": "auto", "weights_only": True, "attn_implementation": "eager", "return_dict": True}
@@ -115,22 +113,27 @@ def generation_config_of(spec: Spec, model: Model | None, loaded: PreTrainedMode
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer. Files that transformers has read and refuses to write are copied from where they are."""
-    try:
+    """Write a tokenizer by the files that it was read from, as they are: transformers 5 would write them without
+    tokenizer.model, and in a form that version 4 does not read."""
+    source = Path(tokenizer.name_or_path) if tokenizer.name_or_path else None
+    files = _tokenizer_files(source) if source else []
+    for file in files:
+        copied = folder / file.relative_to(source or folder)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copied)
+    if not files:
         tokenizer.save_pretrained(folder)
-        file = folder / "tokenizer_config.json"
-        file.write_text(file.read_text(encoding="utf-8").replace(*_CLASSES), encoding="utf-8")
-    except (ValueError, TypeError) as error:
-        source = Path(tokenizer.name_or_path)
-        if not source.is_dir():
-            raise
-        for half in _tokenizer_files(folder):
-            half.unlink()
-        for file in _tokenizer_files(source):
-            (folder / file.relative_to(source)).parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, folder / file.relative_to(source))
-        events.show(f"note: the saved tokenizer's files are those of {source}: transformers does not write them "
-                    f"({error})")
+    if not (folder / _TOKENIZER_CONFIG).is_file():
+        return
+    settings = read_json(folder / _TOKENIZER_CONFIG)
+    named = type(_read(AutoTokenizer, folder)) is not type(tokenizer)  # a class that builds another tokenizer
+    if named or settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(special := settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = special
+        del settings["extra_special_tokens"]
+    settings.pop("auto_map", None)  # the code that it names is not there
+    (folder / _TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:

@@ -34,8 +34,9 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
+from distflow.config.model_code import read_json
 from distflow.errors import EngineError, listing
 from workers.engines.rounding import ROUNDING
 
@@ -162,9 +163,7 @@ class ModelWriter:
     def write(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, folder: Path) -> None:
         """Write files and configuration. `dtype`: of the trained weights, which the configuration names."""
         folder.mkdir(parents=True, exist_ok=True)
-        config = copy.deepcopy(self.config)
-        config.architectures, config.dtype = [self.kind.__name__], dtype
-        config.save_pretrained(folder)
+        (folder / CONFIG_NAME).write_text(json.dumps(self._settings(dtype), indent=2) + "\n", encoding="utf-8")
         pattern = SAFE_WEIGHTS_NAME.replace(".safetensors", "{suffix}.safetensors")
         split = split_torch_state_dict_into_shards(dict(tensors), filename_pattern=pattern,
                                                    max_shard_size=_SHARD_BYTES)
@@ -173,6 +172,22 @@ class ModelWriter:
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def _settings(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the configuration of the source's file, with what has changed of it. Transformers 5 would write it in
+        a form of which version 4 and other readers take defaults, such as 10,000 for `rope_theta`."""
+        config = copy.deepcopy(self.config)
+        config.architectures, config.dtype = [self.kind.__name__], dtype
+        file: dict[str, Any] = read_json(self.source / CONFIG_NAME) if self.source else {}
+        if not self.source or file["model_type"] != config.model_type:  # of a part of that model
+            return json.loads(config.to_json_string())
+        read, settings = (json.loads(each.to_json_string(use_diff=False))
+                          for each in (type(config).from_pretrained(self.source), config))
+        changed = _with_changes(file, read, settings)
+        if "torch_dtype" in file:  # its older name
+            changed["torch_dtype"] = changed.pop("dtype")
+        changed.pop("auto_map", None)  # the code that it names is not there
+        return changed
 
     def check(self, folder: Path, saved: SavedTensors, rows: Rows, numbers: Sequence[Tensor] | None,
               dtype: torch.dtype) -> CheckedModel:
@@ -213,6 +228,14 @@ class ModelWriter:
 
 Rows = Sequence[tuple[Tensor, Tensor]]  # prompt and response of each row
 _DAMAGED = "the written model is damaged: tensor `{}` in {} {}"
+
+
+def _with_changes(file: dict[str, Any], read: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a file, with those that differ from what was `read` of it."""
+    changed = {key: value for key, value in settings.items() if value != read.get(key) and not key.startswith("_")}
+    nested = {key: _with_changes(file[key], read[key], value) for key, value in changed.items()
+              if all(isinstance(each, dict) for each in (file.get(key), read.get(key), value))}
+    return file | changed | nested
 
 
 def _compare(name: str, written: ModelFiles, expected: Tensor, origin: str) -> None:

@@ -175,6 +175,25 @@ def test_a_tokenizer_is_that_of_its_file_whatever_class_is_named(tmp_path, kind,
     assert "TokenizersBackend" not in (tmp_path / "saved/tokenizer_config.json").read_text()
 
 
+def test_a_saved_tokenizer_has_the_files_of_its_source(tmp_path):
+    """mlx-lm#661, llama.cpp#18065: version 4 of transformers takes no list of `extra_special_tokens`. unsloth#785:
+    converters need tokenizer.model."""
+    source, saved = tmp_path / "source", tmp_path / "saved"
+    KINDS["zephyr"]().save_pretrained(source)
+    change(source / "tokenizer_config.json", auto_map={"AutoTokenizer": ["modeling_own.OwnTokenizer", None]})
+    (source / "tokenizer.model").write_bytes(b"\x0a\x0e")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
+    save_tokenizer(read_tokenizer(source), saved)
+    files = [{file.relative_to(folder): file.read_bytes() for file in folder.rglob("*.*") if file.suffix != ".json"}
+             for folder in (source, saved)]
+    assert files[0] == files[1]
+    assert {"additional_chat_templates/tool_use.jinja", "tokenizer.model"} <= {str(name) for name in files[1]}
+    before, after = (json.loads((folder / "tokenizer_config.json").read_text()) for folder in (source, saved))
+    special, _ = before.pop("extra_special_tokens"), before.pop("auto_map")
+    assert after == {**before, "additional_special_tokens": special, "tokenizer_class": "PreTrainedTokenizerFast"}
+
+
 def test_the_configuration_of_a_head_of_its_own_says_so(tmp_path):
     """transformers#42612: other libraries, Megatron and vLLM among them, would tie what the files have apart."""
     build_model(270, 0, layers=1, hidden=64, heads=2, kv_heads=1).save_pretrained(tmp_path)

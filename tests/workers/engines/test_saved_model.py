@@ -94,6 +94,26 @@ def test_save_pretrained_keeps_what_is_not_trained(alone, tmp_path, family):
     assert config["architectures"] == json.loads((source / "config.json").read_text())["architectures"]
 
 
+OLDER = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "torch_dtype": "bfloat16",
+         "transformers_version": "4.45.0", "own_key": {"a": 1}, "auto_map": {"AutoConfig": "code_own.OwnConfig"}}
+
+
+@pytest.mark.parametrize(("left_out", "named", "changed"), [
+    ({"rope_parameters", "dtype"}, OLDER, {"torch_dtype": "float32"}),
+    ({"rope_parameters"}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"dtype": "float32"}),
+    (set(), {"tie_word_embeddings": True}, {"tie_word_embeddings": False, "dtype": "float32"})])
+def test_save_pretrained_writes_the_settings_of_its_source(alone, tmp_path, left_out, named, changed):
+    """vllm#42624, MarinFold#184, ms-swift#8352: version 4 of transformers and others read `rope_theta: 10000` of what
+    version 5 writes, without a word."""
+    source = source_of("llama", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in left_out} | named
+    (source / "config.json").write_text(json.dumps(config))
+    written = json.loads((saved_by(source) / "config.json").read_text())
+    config.pop("auto_map", None)  # the code that it names is not there
+    assert written == config | changed
+
+
 ADAPTED, KEPT = {"lora": Lora(rank=2, targets=["q_proj"])}, {"freeze": ["model.layers.0.*", "embed_tokens.weight"]}
 
 
