@@ -279,7 +279,8 @@ def _by_elimination(series: Series, _since: int) -> Seen:
     earned, right, held_out = series.recent(series.reward), _right(series), _held_out(series, -1)
     by, form = series.settings.get("validation.reward", "math"), series.recent("reward/unanswered")
     if right > max(0.1, 2 * earned):
-        return f"the reward does not find right answers: {right:.0%} of the completions give the record's", PAID
+        return f"right answers earn hardly anything: {right:.0%} of the completions give the record's, and the " \
+               "reward does not find it, as where it reads another form or only a part of the text", PAID
     if _most(series) <= 0 and held_out > 0.1 and f"reward/{by}" not in series.parts:
         return "the reward does not find right answers: nothing has ever earned, and held-out answers earn " \
                f"{held_out:.2g} by `{by}`", PAID
@@ -321,18 +322,23 @@ def _returned(series: Series, _since: int) -> Seen:
     return nearer >= 2
 
 
+def _left_behind(series: Series, _since: int) -> Seen:
+    """Return whether trainer and rollout part as the policy leaves its reference, and not before."""
+    far = dict(series.known("policy/kl_reference"))
+    apart = [value / far[step] ** 0.5 for step, value in series.known("mismatch/logprob_mean") if
+             far.get(step, 0.0) > 1e-4]
+    return len(apart) >= RECENT and min(apart) > 0.3 * max(apart)
+
+
+def _endless(series: Series, _since: int) -> Seen:
+    """Return how many turns all conversations have had from the start, if these are all that they may have."""
+    most = number(series.setting("nodes.*.with.max_turns")[1], math.inf)
+    return 1 < most < series.start("environment/turns", 3) / 0.98 and (most,)
+
+
 def _misaligned(series: Series, _since: int) -> Seen:
     start, now = series.start("value/loss", 3), series.recent("value/loss")
     return now < 0.8 * start and (start, now)
-
-
-def _own_form(series: Series, since: int) -> Seen:
-    return since <= _EARLY and bool(series.own_form) and (series.own_form,)
-
-
-def _again(series: Series, _since: int) -> Seen:
-    epoch = series.last("epoch", 1)
-    return bool(epoch) and epoch[0] >= 3 and (epoch[0],)
 
 
 def _independent(series: Series, _since: int) -> Seen:
@@ -365,7 +371,8 @@ CAUSES = (
     Cause(lambda series, _since: series.recent("reward/answer_correlation") < 0.8 and
           (series.recent("reward/answer_correlation"),), "the training reward pays for the wrong thing, at "
           "least in part: its correlation with right answers is {0:.2f}", PAID, _HELD),
-    Cause(_again, "the model learns its few records by heart: each has been trained {0:.0f} times",
+    Cause(lambda series, _since: (epoch := series.recent("epoch", 1)) >= 3 and (epoch,),
+          "the model learns its few records by heart: each has been trained {0:.0f} times",
           "more records in  data.train , fewer steps, a lower rate", _HELD),
     Cause(lambda series, _since: (share := series.recent("prompt/unmarked")) >= 0.3 and (share,), "{0:.0%} of the "
           "answers that are learnt lack the mark (`####`, `\\boxed{{}}`) by which held-out ones are read: they have "
@@ -380,13 +387,16 @@ CAUSES = (
           "data of another difficulty, or a node `informative_groups` as dapo.yaml has it", _SIGNAL),
     Cause(_independent, "the reward does not depend on the completion: it reads the prompt or the record in its place, "
           "or one verdict is kept for all samples of a prompt", PAID, _SIGNAL),
-    Cause(lambda series, _since: bool(series.setting("roles.*.lora.rank")[1]) and not any(series.last("grad_norm", 4)),
-          "the adapters get no gradient: both of their matrices are 0, or they are frozen or not in the loss",
-          "how the adapters begin", _STUCK),
     Cause(lambda series, _since: series.steps[-1] < (last := series.setting_of_role("warmup_steps", 0.0)) and (last,),
           "the learning rate is in a warm-up of {0:.0f} steps", "roles.actor.warmup_steps=20", _STUCK),
     Cause(_returned, "the policy has lost its progress: its weights are those of the start again, as by a resume from "
           "the wrong checkpoint", "distflow resume  takes the newest checkpoint", "reference_moves"),
+    Cause(_left_behind, "the sampler never gets what is trained, or a node gives the reference's log-probabilities as "
+          "the sampler's: they are of other weights, and part from the trainer's just as it leaves its reference",
+          "what loads weights into the sampler, or the node that writes `rollout_logprobs`", "mismatch"),
+    Cause(_endless, "conversations always go on to their last turn ({0:.0f}): the environment does not end at a final "
+          "answer, but takes it for a call", "what the environment returns for a final answer: Turn(done=True)",
+          "tool_errors same_observations no_signal"),
     Cause(_misaligned, "values are misaligned: they belong to other tokens or rows, since the critic's own loss fell "
           "from {0:.2g} to {1:.2g}", "what changes `values` between the critic and the advantages",
           "value_head"),
@@ -395,7 +405,8 @@ CAUSES = (
     Cause(lambda series, _since: series.number((most := series.setting("nodes.*.with.max_tokens"))[0], math.inf) <
           series.setting_of_role("generation.max_new_tokens", math.inf) and (*most, 4 * number(most[1], 0.0)),
           "`{0}` is {1}, fewer tokens than a conversation takes", "{0}={2:.12g}", "truncation"),
-    Cause(_own_form, "prompts have a form that the model does not know{0}", "the form that the model knows", _FORMED),
+    Cause(lambda series, since: since <= _EARLY and bool(series.own_form) and (series.own_form,),
+          "prompts have a form that the model does not know{0}", "the form that the model knows", _FORMED),
     Cause(_by_elimination, "{0}", "{1}", "no_signal truncation"),
 )
 

@@ -186,9 +186,6 @@ _ALIKE = ("the policy gives a prompt the same answer again and again: too low a 
           "roles.{role}.generation.temperature=1.0, a larger group_size, or easier data")
 _ADVANTAGES = "the node that writes `advantages`: it must return reward minus baseline, in the order of its rows"
 _UNFROZEN = "roles.{role}.freeze=[] ; a loss of your own must not detach the log-probabilities"
-_STILL = ("The model is as it was: `{metric}` stays {value:.1g}",
-          "no parameter moves: all are frozen, or the optimizer has others than the model's; or it scales gradients "
-          "down to nothing", _UNFROZEN)
 _ONE_LAYER = ("{value:.1%} of the gradient's square is of layer `{last}`",
               "this layer's numbers overflow or are scaled wrongly, or all others are cut off from the loss (frozen, "
               "detached)", "compare the gradients of this layer's parameters with those of another engine:  engine: "
@@ -197,8 +194,6 @@ _FAR = ("KL to the reference is {value:.2g} nats a token before anything is trai
         "the reference is not the model that is trained, or is asked otherwise: another temperature, template or "
         "position, or other weights",
         "roles.reference={{copy_of: {role}}} , and no temperature of its own at its node")
-_TOO_FAST = ("the learning rate is far above what such a model takes; or a batch is used for too many updates",
-             "{lower} , or  nodes.{node}.with.epochs=1")
 _OTHER_BASELINES = {"gae", "baseline_advantage", "discounted_advantage", "distillation_advantage", "rank_filter"}
 _MISMATCH = (
     "Trainer and rollout differ by {value:.2g} nats a token, before by {before:.2g}",
@@ -210,14 +205,6 @@ _RATE_LEAPS = (
     "The learning rate leapt from {before:.2g} to {value:.2g}",
     "a resume or a change of settings with another rate, or a schedule or warm-up that begins again",
     "go on from a checkpoint before it with  roles.{role}.learning_rate={before:.2g}")
-_COLLAPSE = (
-    "Entropy collapsed from {before:.3g} to {value:.3g} nats, and little more is earned",
-    "the policy settles on a few answers before it has found better ones: each update is too large, or only what is "
-    "already likely is reinforced", "nodes.{node}.with.clip_high=0.28  or  entropy=0.001  there, or  {lower}")
-_EXPLOSION = (
-    "Entropy rose from {before:.3g} to {value:.3g} nats: completions become random",
-    "updates make likely tokens unlikely faster than they find better ones: the learning rate is too high; or most "
-    "advantages are negative", "{lower}")
 _CUT = (
     "{value:.0%} of the completions are cut off at the limit of tokens",
     "completions do not come to an end: the limit is too short for the task; or the policy earns by going on",
@@ -257,15 +244,11 @@ READINGS = (
     Reading("one_answer", DATA, "prompt/same_answer", 0.7, "{value:.0%} of a step's prompts have the same answer",
             "the training data is skewed, or `data.answer` names the wrong field: the policy earns by one answer to "
             "everything", "data with other answers, or another  data.answer", steps=8, rows="high"),
-    Reading("pairs_contradict", DATA, "preference/worse_has_answer", 0.75,
-            "In {value:.0%} of the pairs the rejected answer is the right one, and the chosen one is wrong",
-            "`chosen` and `rejected` are swapped, so that the model learns to prefer what is wrong",
-            "data.columns={{chosen: rejected, rejected: chosen}} , or swap the fields of  data.train", steps=RECENT),
     Reading("pairs_contradict", DATA, "preference/worse_has_answer", 0.2,
             "In {value:.0%} of the pairs the rejected answer is the right one, and the chosen one is wrong",
-            "the preferences are noisy: labels by chance, some pairs with chosen and rejected swapped, or a reward "
-            "that ranks wrong answers first", "clean the pairs of  data.train ; nodes.update.with.label_smoothing=0.1 "
-            " bears a few", steps=8),
+            "chosen and rejected are swapped, in all pairs or by chance (noisy labels); or a reward ranks wrong "
+            "answers first", "data.columns={{chosen: rejected, rejected: chosen}} , or clean the pairs of  data.train",
+            steps=8),
     Reading("pairs_contradict", DATA, "response/alike", 0.1,
             "At least {value:.0%} of the chosen and rejected answers are identical, so that there is nothing to prefer",
             "one field is read twice, or the pairs were made of equal answers", "pairs of  data.train  that differ",
@@ -282,19 +265,11 @@ READINGS = (
             "the node that writes `preference`: 1 for the chosen answer", most=0.3, steps=8,
             when=lambda series: "best_and_worst" not in series.functions and  # whose pairs are new in each step
             series.recent("preference/margin") < -1e-6),
-    Reading("reward_failures", REWARD, "*/timeouts", 0.1, "{value:.0%} of the samples have no reward in time",
-            "the {name} takes longer than its limit, and what leaves the step is no random choice",
-            "nodes.reward.with.limit=600 , or more  workers  there", per="samples"),
-    Reading("reward_failures", REWARD, "reward/failed", 0.1,
-            "The reward fails for {value:.0%} of the samples, which leave the step",
-            "the reward raises or takes too long; the rest of the batch is what it does not fail for, so that the "
+    Reading("reward_failures", REWARD, "*/failed", 0.1,
+            "The {name} fails for {value:.0%} of the samples, which leave the step",
+            "the {name} raises or takes too long; the rest of the batch is what it does not fail for, so that the "
             "policy learns from a skewed choice",
-            "the reason is in  events.jsonl  (reward_failed); a longer limit is  nodes.reward.with.limit=600",
-            per="samples"),
-    Reading("reward_failures", REWARD, "environment/failed", 0.1,
-            "The environment fails for {value:.0%} of the samples, which leave the step",
-            "the environment raises or takes too long; the rest of the batch is a skewed choice",
-            "the reason is in  events.jsonl  (environment_failed)", per="samples"),
+            "the reason is in  events.jsonl ; a longer limit is  nodes.*.with.limit=600", per="samples"),
     Reading("reward_noise", REWARD, "reward/inconsistent", 0.25,
             "{value:.0%} of the completions that equal another one to their prompt earn something else",
             "the reward is noise: a judge that contradicts itself, a sandbox that fails now and then, verdicts kept "
@@ -431,14 +406,18 @@ READINGS = (
     Reading("mismatch", UPDATE, "mismatch/logprob_mean", 0.25, *_MISMATCH, when=_on_policy),
     Reading("mismatch", UPDATE, "mismatch/logprob_mean", 0.02, *_MISMATCH, when=_on_policy, base=10, rise=3),
     Reading("policy_stuck", UPDATE, "*grad_norm", 0.0, "The model is as it was: `{metric}` stays 0",
-            "no gradient reaches the parameters: all are frozen, or the loss does not depend on them", _UNFROZEN,
+            "no gradient reaches the parameters: all are frozen, both matrices of the adapters (`lora`) are 0, or the "
+            "loss does not depend on them", _UNFROZEN,
             most=0.0, steps=8, when=_differ),
     Reading("policy_stuck", UPDATE, "*gradient/moved", 0.0, "An update moves {value:.0%} of the weights by more "
             "than a hundredth of the learning rate", "the optimizer's steps do not reach them: they are cut off from "
             "the loss, or kept in so few digits (bfloat16) that small updates are lost in rounding",
             "float32 weights where the optimizer steps; a loss of your own must not detach the log-probabilities",
             most=0.2, steps=8, when=_differ),
-    Reading("policy_stuck", UPDATE, "policy/kl_reference", 0.0, *_STILL, most=2e-6, steps=16, when=_trains),
+    Reading("policy_stuck", UPDATE, "policy/kl_reference", 0.0,
+            "The model is as it was: `{metric}` stays {value:.1g}",
+            "no parameter moves: all are frozen, or the optimizer has others than the model's; or it scales gradients "
+            "down to nothing", _UNFROZEN, most=2e-6, steps=16, when=_trains),
     Reading("policy_stuck", UPDATE, "*learning_rate", 0.0, "The learning rate has fallen to {value:.1g} by step {step}",
             "its schedule ends too early: it counts fewer steps than the run has, or is advanced several times a step",
             "roles.{role}.schedule=constant", when=_ended),
@@ -474,7 +453,8 @@ READINGS = (
             drop=1),
     Reading("learning_rate", UPDATE, "policy/kl_reference", 0.5,
             "The policy left the model that it was within {step} steps ({value:.2g} nats a token from the reference)",
-            *_TOO_FAST, steps=1, when=_early),
+            "the learning rate is far above what such a model takes; or a batch is used for too many updates",
+            "{lower} , or  nodes.{node}.with.epochs=1", steps=1, when=_early),
     Reading("learning_rate", UPDATE, "learning_rate", 0.0, *_RATE_LEAPS, steps=1, base=10, rise=3),
     Reading("learning_rate", UPDATE, "learning_rate", 1e-12, *_RATE_LEAPS, steps=1, base=1, drop=0.33,
             when=lambda series: series.steps[-1] < 0.8 * series.number("steps", math.inf)),
@@ -496,9 +476,16 @@ READINGS = (
     Reading("no_signal", OUTCOME, "*/zero_std_groups", 0.85,
             "In {value:.0%} of the groups all samples earn the same, and teach nothing", *_ALIKE, steps=8, symptom=True,
             rows="low", when=lambda series: series.group_sizes != [1]),  # those have another baseline
-    Reading("entropy_collapse", POLICY, "policy/entropy", 0.0, *_COLLAPSE, **_SYMPTOM, rows="low", drop=0.35,
-            when=lambda series: _settles(series) and series.earned < 0.05),
-    Reading("entropy_explosion", POLICY, "policy/entropy", 0.3, *_EXPLOSION, **_SYMPTOM, rise=4),
+    Reading("entropy_collapse", POLICY, "policy/entropy", 0.0,
+            "Entropy collapsed from {before:.3g} to {value:.3g} nats, and little more is earned",
+            "the policy settles on a few answers before it has found better ones: each update is too large, or only "
+            "what is already likely is reinforced",
+            "nodes.{node}.with.clip_high=0.28  or  entropy=0.001  there, or  {lower}", **_SYMPTOM, rows="low",
+            drop=0.35, when=lambda series: _settles(series) and series.earned < 0.05),
+    Reading("entropy_explosion", POLICY, "policy/entropy", 0.3,
+            "Entropy rose from {before:.3g} to {value:.3g} nats: completions become random",
+            "updates make likely tokens unlikely faster than they find better ones: the learning rate is too high; or "
+            "most advantages are negative", "{lower}", **_SYMPTOM, rise=4),
     Reading("truncation", POLICY, "response/truncated", 0.5, *_CUT, **_SYMPTOM, **_LIMIT, when=_speaks),
     Reading("truncation", POLICY, "response/truncated", 0.0, *_CUT, **_SYMPTOM, **_LIMIT, rise=1, plus=0.25,
             when=_rewarded),

@@ -440,6 +440,23 @@ def test_what_changed_with_a_fault_comes_before_what_its_rule_supposes():
     assert fault.evidence.probable.startswith("`prompt/length` leapt from 20 to 90 at step 21")
 
 
+@pytest.mark.parametrize(("at_start", "told"), [(0.0, True), (0.04, False)])
+def test_a_sampler_that_is_left_behind_is_told_from_one_that_computes_otherwise(at_start, told):
+    """Its log-probabilities part from the trainer's as the policy leaves its reference; kernels differ at once."""
+    steps = [line | {"policy/kl_reference": 1e-5 * line["step"] ** 4, "mismatch/logprob_mean":
+                     at_start + 0.002 * line["step"] ** 2} for line in steps_of(24, first=1000)]
+    fault = next(fault for fault in faults_of(steps) if fault.detector == "mismatch")
+    assert ("never gets what is trained" in fault.evidence.probable) == told
+
+
+@pytest.mark.parametrize(("turns", "told"), [(4.0, True), (2.5, False)])
+def test_conversations_that_never_end_are_told_from_tools_that_fail(turns, told):
+    steps = steps_of(8, environment__turns=turns, environment__error_answers=0.6)
+    fault, = faults_of(steps, SYNC | {"nodes.rollout.with.max_turns": "4"})
+    assert fault.detector == "tool_errors"
+    assert ("does not end at a final answer" in fault.evidence.probable) == told
+
+
 def test_a_policy_that_leaps_at_a_usual_gradient_has_other_weights():
     fault = next(fault for fault in faults_of(steps_of(40, first=21, policy__kl_reference=2.0))
                  if fault.detector == "kl_runs_off")
@@ -469,8 +486,8 @@ GENERATION = "roles.actor.generation."
       "response/has_answer": 0.0}, {}, "another form", "data.train"),
     ({"reward/mean": 0.02, "validation/heldout": 0.4, "response/alike": 0.875, "response/has_answer": 0.0}, {},
      "too hard", "data.train"),
-    ({"reward/mean": 0.02, "validation/heldout": 0.4, "response/alike": 0.875}, {}, "does not find right answers",
-     "nodes.reward"),
+    ({"reward/mean": 0.02, "validation/heldout": 0.4, "response/alike": 0.875}, {},
+     "right answers earn hardly anything", "nodes.reward"),
     ({"reward/mean": 0.02, "validation/heldout": 0.01, "response/alike": 0.875, "response/has_answer": 0.02,
       "environment/turns": None}, {},
      "its tokenizer or weights are not those that it was trained with", "roles.*.model"),
