@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 TEXTS = [f"What is {a} + {b}? The answer is {a + b}.\n\nuser: think, assistant: [INST] USER system tool <b>"
@@ -38,6 +38,8 @@ TRIMS = ("{{ bos_token }}{% for message in messages %}<|head|>{{ message['role']
          "{% if add_generation_prompt %}<|head|>assistant<|body|>\n\n{% endif %}")
 ZEPHYR = ("{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}</s>\n{% endfor %}"
           "{% if add_generation_prompt %}<|assistant|>\n{% endif %}")
+PHI = ("{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}<|end|>\n{% endfor %}"
+       "{% if add_generation_prompt %}<|assistant|>\n{% endif %}")  # special tokens take the line ends behind them
 INST = ("{% for message in messages %}{% if message['role'] == 'assistant' %} {{ message['content'] | trim }} </s>"
         "{% else %}{{ bos_token }}[INST] {{ message['content'] | trim }} [/INST]{% endif %}{% endfor %}")
 LETTERS = ("{% for message in messages %}{% if message['role'] == 'assistant' %}ASSISTANT: {{ message['content'] }}</s>"
@@ -64,7 +66,8 @@ def byte_level(template: str | None, special: Sequence[str] = IM, *, eos: str = 
     return _tokenizer(inner, template, special, eos, bos)
 
 
-def sentencepiece(template: str | None, special: Sequence[str] = ("<|user|>", "<|assistant|>", "<|system|>"), *,
+def sentencepiece(template: str | None,
+                  special: Sequence[str | AddedToken] = ("<|user|>", "<|assistant|>", "<|system|>"), *,
                   scheme: str = "first", unigram: bool = False, adds_end: bool = False) -> PreTrainedTokenizerFast:
     """Build a tokenizer that writes a blank before a text (`first`), or before each stretch between special tokens
     (`always`)."""
@@ -84,7 +87,7 @@ def sentencepiece(template: str | None, special: Sequence[str] = ("<|user|>", "<
     return _tokenizer(inner, template, own, "</s>", "<s>")
 
 
-def _tokenizer(inner: Tokenizer, template: str | None, special: Sequence[str], eos: str,
+def _tokenizer(inner: Tokenizer, template: str | None, special: Sequence[str | AddedToken], eos: str,
                bos: str | None) -> PreTrainedTokenizerFast:
     unknown = "<unk>" if "<unk>" in special else None
     tokenizer = PreTrainedTokenizerFast(
@@ -109,6 +112,8 @@ KINDS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "zephyr": lambda: sentencepiece(ZEPHYR),
     "always_blank": lambda: sentencepiece(ZEPHYR, scheme="always"),
     "unigram": lambda: sentencepiece(ZEPHYR, unigram=True),
+    "takes_blanks": lambda: sentencepiece(PHI, [AddedToken(token, rstrip=True, normalized=False) for token in
+                                                ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")]),
     "inst": lambda: sentencepiece(INST, ()),
     "letters": lambda: sentencepiece(LETTERS, ()),
     "no_template": lambda: byte_level(None),

@@ -30,6 +30,28 @@ def why_refused(config: dict[str, Any]) -> str:
     return ""
 
 
+def why_contradictory(config: dict[str, Any]) -> tuple[str, str]:
+    """Return what a configuration says twice of rotary embeddings, of which transformers takes one without a word, and
+    the remedy; empty texts if nothing."""
+    text = config.get("text_config")
+    named = [(key, value) for key in ("rope_scaling", "rope_parameters") if isinstance(value := config.get(key), dict)
+             and value and not any(isinstance(each, dict) for each in value.values())]  # of all layers
+    for key, rope in named:
+        outer, inner = config.get("rope_theta"), rope.get("rope_theta")
+        if outer is not None and inner is not None and outer != inner:
+            return (f"`rope_theta` is {outer} and, in `{key}`, {inner}, of which transformers takes the second",
+                    "Take the wrong one out of its config.json.")
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind in (None, "default") and (factor := rope.get("factor")) not in (None, 1):
+            return (f"`{key}` has `factor: {factor}` without a kind of scaling, and transformers scales nothing",
+                    'Name it in its config.json, such as  "rope_type": "yarn" , or take `factor` out.')
+    kinds = {rope.get("rope_type", rope.get("type", "default")) for _, rope in named}
+    if len(kinds) > 1:
+        return ("`rope_scaling` and `rope_parameters` name different kinds of scaling, of which transformers takes the "
+                "first", "Take the wrong one out of its config.json.")
+    return why_contradictory(text) if isinstance(text, dict) else ("", "")
+
+
 def has_classifier(kind: str) -> bool:
     """Return whether transformers has a sequence classifier of a `model_type`: models with a value head are such."""
     return kind in _types("SEQUENCE_CLASSIFICATION")

@@ -13,7 +13,7 @@ from distflow.config.command_line import given_as
 from distflow.config.dag import Dag
 from distflow.config.downloads import half_download, narrow_weight
 from distflow.config.extras import file_system_line
-from distflow.config.families import why_refused
+from distflow.config.families import why_contradictory, why_refused
 from distflow.config.freeze import check_freeze
 from distflow.config.hub import data_set_line, fetched
 from distflow.config.loggers import lack_of, loggers_of
@@ -204,6 +204,9 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str, bool]:
         if why := why_refused(content):
             other = _OTHER_MODEL + _ENCODER_REWARD * (spec.dag.roles[role].head == "value")
             return f"`{shown(folder)}` holds no causal language model: {why}", other, False
+        what, hint = why_contradictory(content)
+        if what:
+            return f"{shown(folder / 'config.json')} says two things: {what}", hint, False
         if shape := shape_of(content):
             spec.shapes[role] = shape
         if quantized := content.get("quantization_config") or content.get("compression_config"):

@@ -14,6 +14,7 @@ from harness import model_folder
 from safetensors.torch import save_file
 
 from distflow.config import sizes
+from distflow.config.families import why_contradictory
 from distflow.config.load import load_for_planning
 from distflow.config.sizes import Shape, shape_of
 from distflow.errors import InvalidInput
@@ -127,12 +128,27 @@ def write(folder: Path, config: dict | str) -> Path:
     ({**PLAIN, "model_type": "llama", "hidden_size": "wide"}, "a value has the wrong type"),
     ({"model_type": "llama", "hidden_size": 64}, "it has no 'num_hidden_layers'"),
     ({**PLAIN, "model_type": "llama", "rope_scaling": {"type": "unheard-of", "factor": 2.0}}, "KeyError: 'unheard-of'"),
+    ({**PLAIN, "model_type": "llama", "rope_theta": 1e6, "rope_parameters": {"rope_theta": 5e5}},
+     "says two things: `rope_theta` is 1000000.0 and, in `rope_parameters`, 500000.0"),
+    ({"model_type": "gemma3", "text_config": {**PLAIN, "rope_scaling": {"factor": 4.0}}},
+     "`rope_scaling` has `factor: 4.0` without a kind of scaling"),
+    ({**PLAIN, "model_type": "llama", "rope_scaling": {"type": "linear", "factor": 4.0},
+      "rope_parameters": {"rope_type": "default"}}, "`rope_scaling` and `rope_parameters` name different kinds"),
     ({**PLAIN, "model_type": "llama", "pad_token_id": 320}, "Padding_idx must be within num_embeddings")])
 def test_what_is_no_causal_language_model_is_refused_with_its_line(tmp_path, config, says):
     spec = load_for_planning("grpo", None, [f"roles.actor.model={write(tmp_path / 'model', config)}"])
     mistake, = (mistake for mistake in spec.mistakes if "role `actor`" in mistake.what)
     assert says in mistake.what
     assert not mistake.of_machine
+
+
+@pytest.mark.parametrize("config", [
+    {"rope_theta": 1e6, "rope_scaling": None}, {"rope_theta": 1000000, "rope_parameters": {"rope_theta": 1e6}},
+    {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 2]}, "rope_parameters": {"rope_theta": 1e4}},
+    {"rope_theta": 1e6, "rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}}])
+def test_a_configuration_that_says_one_thing_of_rotary_embeddings_is_taken(config):
+    assert why_contradictory(config) == ("", "")
 
 
 def test_quantized_weights_are_refused_before_they_are_loaded(tmp_path):

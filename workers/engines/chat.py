@@ -113,7 +113,7 @@ def imitated_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message],
             raise InvalidInput(f"the tokens of message {place + 1}, which is the assistant's, cannot be told from the "
                                "others' in the chat template's text. To learn the last message alone:  targets: last")
         start, stop = found or (len(text), len(text))
-        first = bisect.bisect_right(range(len(tokens)), start, key=stop_of)
+        first = _first_token(tokenizer, text, tokens, start, stop_of)
         last = bisect.bisect_left(range(len(tokens)), stop, key=stop_of) + 1 if stop > start else first
         end, rest = ends[place != said[-1]], range(max(first, last - 1), len(tokens))
         behind = (index for index in (rest[::-1] if place == said[-1] else rest) if tokens[index] == end)
@@ -335,6 +335,16 @@ def _with_stops(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int
         found = tokenizer(text, add_special_tokens=False, split_special_tokens=False, return_offsets_mapping=True)
     stops = [*[0] * (len(tokens) - len(found["input_ids"])), *(stop for _, stop in found["offset_mapping"])]
     return tokens, stops.__getitem__
+
+
+def _first_token(tokenizer: PreTrainedTokenizerBase, text: str, tokens: list[int], start: int,
+                 stop_of: Callable[[int], int]) -> int:
+    """Return the first token of what starts at a place of a text. A special token that takes the blanks behind it
+    (`rstrip`, as in Phi) belongs to what precedes them."""
+    first = bisect.bisect_right(range(len(tokens)), start, key=stop_of)
+    takes_blanks = first < len(tokens) and not text[start : stop_of(first)].strip() and \
+        str(tokenizer.added_tokens_decoder.get(tokens[first], "")).strip()
+    return first + bool(takes_blanks)
 
 
 def _learned_text(tokenizer: PreTrainedTokenizerBase, text: str, messages: list[Message], place: int, tools: Tools,

@@ -177,6 +177,9 @@ def _require_whole(model: PreTrainedModel, folder: Path, drawn: set[str], unread
                           ("", ""))
         hint = f"It has `{other}`: take `{other.removesuffix(end)}` out of all names." if other else \
             "Take a folder that has them. Base models and classifiers are saved without a head that gives tokens."
+        head = getattr(model.get_output_embeddings(), "weight", None)
+        if not other and all(model.state_dict(keep_vars=True)[name] is head for name in lacking):
+            hint += '\nIf its head is its embeddings, write in its config.json:  "tie_word_embeddings": true'
         raise InvalidInput(Diagnostic(what, None, hint))
 
 
@@ -186,6 +189,7 @@ def _require_read(model: PreTrainedModel, folder: Path, unread: set[str]) -> Non
     if not unread:
         return
     parts = dict(model.named_modules())
+    _require_layers(model, folder, unread)
     inner = {part for layer in decoder_layers(model) for part in layer.modules()}
     odd = list[str]()
     for name in sorted(unread):
@@ -201,6 +205,24 @@ def _require_read(model: PreTrainedModel, folder: Path, unread: set[str]) -> Non
         hint = 'Correct its config.json: its `model_type`, or a setting such as  "attention_bias": true\n' \
                "If they are scales of quantized weights, take the model before quantization. If nothing needs them, " \
                "remove them from its files."
+        raise InvalidInput(Diagnostic(what, None, hint))
+
+
+def _require_layers(model: PreTrainedModel, folder: Path, unread: set[str]) -> None:
+    """Refuse a folder with more layers of the model than its configuration has. Those that predict further tokens have
+    other weights, too."""
+    layers = decoder_layers(model)
+    above = next(name for name, part in model.named_modules() if part is layers)
+    further: dict[str, set[str]] = {}
+    for name in unread:
+        number, _, rest = name.removeprefix(f"{above}.").partition(".")
+        if name.startswith(f"{above}.") and number.isdigit() and not rest.endswith(_TABLES):
+            further.setdefault(number, set()).add(rest)
+    known = {frozenset(layer.state_dict()) for layer in layers}
+    if more := sorted(int(number) for number, names in further.items() if frozenset(names) in known):
+        what = f"the files of `{shown(folder)}` have layers like the model's that its config.json leaves out, from " \
+               f"number {more[0]} on: only {len(layers)} of them would be trained"
+        hint = f'Correct it:  "num_hidden_layers": {max(more) + 1}\nOr remove these layers from the files.'
         raise InvalidInput(Diagnostic(what, None, hint))
 
 

@@ -220,6 +220,31 @@ def test_a_prefix_of_all_names_is_told(tmp_path):
         _load_folder(tmp_path, "lm")
 
 
+@pytest.mark.parametrize(("layers", "says"), [(1, r"from number 1 on: only 1 of them .*\n.*\"num_hidden_layers\": 2"),
+                                              (2, None)])
+def test_layers_that_the_configuration_leaves_out_are_told(tmp_path, layers, says):
+    """Those that predict further tokens (DeepSeek, GLM) have other weights, and stay in the files."""
+    build_model(270, 0, layers=2, hidden=64, heads=2, kv_heads=1).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    further = {name.replace("layers.1", "layers.2"): each.clone() for name, each in tensors.items()
+               if "layers.1" in name}
+    further["model.layers.2.eh_proj.weight"] = torch.zeros(4, 4)
+    save_file(tensors | further, tmp_path / "model.safetensors", {"format": "pt"})
+    change(tmp_path / "config.json", num_hidden_layers=layers, layer_types=["full_attention"] * layers)
+    if says:
+        with pytest.raises(InvalidInput, match=says):
+            _load_folder(tmp_path, "lm")
+    else:
+        assert _load_folder(tmp_path, "lm").config.num_hidden_layers == 2
+
+
+def test_a_head_that_may_be_the_embeddings_is_told(tmp_path):
+    build_model(270, 0, layers=1, hidden=64, heads=2, kv_heads=1).save_pretrained(tmp_path)
+    change(tmp_path / "config.json", tie_word_embeddings=False)
+    with pytest.raises(InvalidInput, match=r'its config.json:  "tie_word_embeddings": true'):
+        _load_folder(tmp_path, "lm")
+
+
 def test_a_configuration_that_contradicts_itself_is_refused(tmp_path):
     """As one in which a user has taken layers out, and not their types."""
     build_model(270, 0, layers=2, hidden=64, heads=2, kv_heads=1).save_pretrained(tmp_path)

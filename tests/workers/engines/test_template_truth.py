@@ -90,6 +90,16 @@ def test_all_turns_learn_what_the_assistant_said_and_no_more(kind):
         assert sum(token in end_tokens(tokenizer) for token in learned) == (1 if kind == "no_end" else 2)
 
 
+@pytest.mark.parametrize("begins", ["", "\n", " ", "\n\n"])
+def test_a_header_that_takes_blanks_is_not_learned(begins):
+    """transformers#32136, iree#23805: special tokens of Phi take the blanks behind them, of an answer too."""
+    tokenizer = build("takes_blanks")
+    asked = talk("What is 3?", f"{begins}The answer.", "And?", f"{begins}Seven.")
+    assert imitated_tokens(tokenizer, asked).prompt == prompt_tokens(tokenizer, asked[:3])
+    assert tokenizer.convert_tokens_to_ids("<|assistant|>") not in learned_of(
+        imitated_tokens(tokenizer, asked, turns="all"))
+
+
 @kinds
 @pytest.mark.parametrize(("left_out", "said"), [(1, "Second one."), (3, "First one.")])
 def test_answers_of_weight_0_are_not_learned(kind, left_out, said):
