@@ -20,7 +20,7 @@ from typing import Any
 from distflow.config.extras import pip_line
 from distflow.config.families import has_classifier, why_refused
 from distflow.config.megatron_models import why_unmapped
-from distflow.config.model_code import read_json
+from distflow.config.model_code import read_json, settings_in
 from distflow.config.run import Lora
 from distflow.config.shipped import find
 from distflow.config.sizes import read_config
@@ -258,7 +258,10 @@ def _beyond_embedding(spec: Spec, role: str, file: Path) -> Diagnostic | None:
     try:
         config = read_json(file.parent / "config.json")
         rows = config.get("vocab_size") or config["text_config"]["vocab_size"]
-        beyond = [token for token, number in _vocabulary(file).items() if number >= rows
+        known = _vocabulary(file)
+        added = [token for token in _special_tokens(file.parent) if known and token not in known]
+        numbers = known | {token: len(known) + place for place, token in enumerate(added)}
+        beyond = [token for token, number in numbers.items() if number >= rows
                   and not any(part in token.lower() for part in _MEDIA)]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
@@ -267,8 +270,18 @@ def _beyond_embedding(spec: Spec, role: str, file: Path) -> Diagnostic | None:
     what = f"role `{role}`: the tokenizer of `{file.parent.name}` has {len(beyond)} tokens beyond the {rows:,} rows " \
            f"of the model's embedding, such as {beyond[0]!r}: a text that has one ends the run"
     hint = "Give the model rows for them, and save it again:  model.resize_token_embeddings(len(tokenizer)); " \
-           f"model.save_pretrained({str(file.parent)!r})\nOr take them out of the tokenizer's `added_tokens`."
+           f"model.save_pretrained({str(file.parent)!r})\n" \
+           "Or take them out of the tokenizer's `added_tokens` and tokenizer_config.json."
     return Diagnostic(what, spec.run_source.location(("roles", role, "model")), hint)
+
+
+def _special_tokens(folder: Path) -> list[str]:
+    """Return the special tokens, such as `pad_token`, that a tokenizer's configuration names: transformers adds those
+    that the vocabulary lacks behind it."""
+    named = {key: value.get("content") if isinstance(value, dict) else value
+             for file in ("tokenizer_config.json", "special_tokens_map.json")
+             for key, value in settings_in(folder / file).items() if key.endswith("_token")}
+    return [*dict.fromkeys(value for value in named.values() if isinstance(value, str))]
 
 
 def odd_token(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:

@@ -177,6 +177,20 @@ def test_tokens_without_a_row_of_the_embedding_are_refused(tmp_path, added, rows
     assert (len(found) == 1 and says in found[0]) if says else not found
 
 
+@pytest.mark.parametrize(("file", "rows", "refused"), [
+    ({"pad_token": "[PAD]"}, 2, True), ({"pad_token": {"content": "[PAD]"}}, 2, True),
+    ({"eos_token": "</eos>"}, 3, False),
+    ({"pad_token": "b", "add_bos_token": True}, 2, False), ({"pad_token": None, "boi_token": "<image>"}, 2, False)])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_special_tokens_without_a_row_of_the_embedding_are_refused(tmp_path, file, rows, refused, name):
+    """Transformers adds `[PAD]` of older fine-tunes to the vocabulary: the first row that was padded ended the run."""
+    model = tokenizer(tmp_path / "model", {"a": 0, "b": 1}, {})
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"vocab_size": rows}))
+    (tmp_path / "model" / name).write_text(json.dumps(file))
+    spec = load_for_planning("grpo.yaml", None, [f"roles.actor.model={model}"])
+    assert any("tokens beyond the" in str(mistake) for mistake in spec.mistakes) == refused
+
+
 def tokenizer(folder: Path, words: dict[str, int] | list[list], added: dict[str, int]) -> str:
     folder.mkdir()
     special = [{"id": number, "content": word} for word, number in added.items()]
