@@ -185,7 +185,8 @@ class ModelWriter:
                           for each in (type(config).from_pretrained(self.source), config))
         changed = _with_changes(file, read, settings)
         if "torch_dtype" in file:  # its older name
-            changed["torch_dtype"] = changed.pop("dtype")
+            changed.pop("dtype", None)
+            changed["torch_dtype"] = settings["dtype"]
         changed.pop("auto_map", None)  # the code that it names is not there
         return changed
 

@@ -100,6 +100,7 @@ OLDER = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.
 
 @pytest.mark.parametrize(("left_out", "named", "changed"), [
     ({"rope_parameters", "dtype"}, OLDER, {"torch_dtype": "float32"}),
+    ({"dtype"}, {"torch_dtype": "float32"}, {}), ({"dtype"}, {}, {"dtype": "float32"}),
     ({"rope_parameters"}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"dtype": "float32"}),
     (set(), {"tie_word_embeddings": True}, {"tie_word_embeddings": False, "dtype": "float32"})])
 def test_save_pretrained_writes_the_settings_of_its_source(alone, tmp_path, left_out, named, changed):
