@@ -3,6 +3,7 @@
     rendered     the chat template renders each record, with the text of each of its messages
     texts        have no token by which the template divides messages
     prompts      end where an answer begins: the template writes nothing more in front of an answer
+    dates        no prompt names the day on which it is rendered
     targets      have the text and the calls of each learned answer, and its end, behind the prompt that is asked
     turns        what stands between two answers of a conversation is the template's own rendering, too
     vocabulary   each token is one of the embedding; no text loses characters, and none begins twice
@@ -21,6 +22,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -65,6 +67,7 @@ from workers.preflight.rewards import prove_behind
 _CHARACTERS = 400_000
 """Characters of a set's records that are encoded: about a second."""
 _EMPTY_TAGS = re.compile(r"<(\w+)>\s*</\1>")  # thoughts that an answer does not have
+_CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1")
 _OBSERVATION = "Go on: 7 + 5?"
 
 
@@ -191,8 +194,8 @@ class _TokenTrial:
     def proofs(self) -> Iterator[FailedProof]:
         why = next(iter(self.refused.values()), "")
         yield from self.given.failed([*self.refused], f" is refused by the chat template: {why}", doubt=False)
-        for proof in (self._messages, self._texts, self._prompts, self._targets, self._turns, self._vocabulary,
-                      self._characters, self._lengths, self._openings) if self.rendered else ():
+        for proof in (self._messages, self._texts, self._prompts, self._dates, self._targets, self._turns,
+                      self._vocabulary, self._characters, self._lengths, self._openings) if self.rendered else ():
             yield from proof()
 
     def _failed(self, holds: Callable[[_Rendered], Any], what: Callable[[_Rendered], str] = lambda _: "",
@@ -244,6 +247,20 @@ class _TokenTrial:
         yield from self._failed(lambda each: self.imitates and each.opened and each.opened not in each.answer,
                                 lambda each: f" ends with {shortened(each.opened)}, and its answer lacks that",
                                 "Answers are sampled behind it, and learned without. Write it into them.",
+                                "the prompt of ", doubt=True)
+
+    def _dates(self) -> Iterator[FailedProof]:
+        template = str(self.tokenizer.chat_template or "")
+        today = [datetime.now().strftime(form) for _, form in _CLOCK.findall(template)]
+
+        def named(each: _Rendered) -> str:
+            return next((day for day in today if day in each.text), "")
+
+        yield from self._failed(named, lambda each: f" says {shortened(named(each))}, which the chat template reads "
+                                "from the clock: a run that is resumed on another day has other prompts",
+                                'Name one:  data: {chat_template_kwargs: {date_string: "26 Jul 2024"}}'
+                                if "date_string" in template else
+                                "Write a date in place of `strftime_now(…)` in the model's chat template.",
                                 "the prompt of ", doubt=True)
 
     def _targets(self) -> Iterator[FailedProof]:

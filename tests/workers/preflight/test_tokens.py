@@ -69,6 +69,7 @@ CALLS = "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{
 WRITES_CALLS = TOOLS_FIRST.replace("{{ message['content'] }}" + EOS, "{{ message['content'] }}" + CALLS + EOS)
 RESULTS_AS_JSON = WRITES_CALLS.replace(USER + "{{ message['content'] }}", USER + "{{ message.content | tojson if "
                                        "message.role == 'tool' else message.content }}")
+DATED = "{% set today = date_string or strftime_now('%d %B %Y') %}{{ today }}\n" + CHAT_TEMPLATE
 HEADER_FIRST = CHAT_TEMPLATE.replace("{{ message['content'] }}" + EOS, "<final>{{ message['content'] }}" + EOS)
 CLOSES = CHAT_TEMPLATE.replace("{% if add_generation_prompt %}" + ASSISTANT, "{% if add_generation_prompt %}" +
                                ASSISTANT + "{% else %}" + EOS, 1)
@@ -113,6 +114,8 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
     "pairs with calls that the template drops": (Task([{**each, "chosen": [{
         "role": "assistant", "content": "", "tool_calls": CALL["tool_calls"]}]} for each in PAIRS], dag="dpo",
         data=COMPARED, tokenizer=tokenizer), True, "it leaves out the call of `add`"),
+    "a template that names the day": (Task(SUMS, tokenizer=partial(tokenizer, DATED)), False,
+                                      "which the chat template reads from the clock"),
     "a header before learned answers": (Task(SUMS, tokenizer=partial(tokenizer, HEADER_FIRST)), False,
                                         "writes more before the answer than at the end of the prompt of each"),
     "answers that the question begins": (Task([{**each, "question": [*each["question"], {
