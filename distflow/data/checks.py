@@ -36,7 +36,7 @@ from distflow.data.problems import (
     template_variables,
 )
 from distflow.data.rendering import check_rendering
-from distflow.errors import Diagnostic, InvalidInput
+from distflow.errors import Diagnostic, InvalidInput, abbreviated
 from distflow.telemetry.learning_series import Doubt
 
 _CHECKED = 200_000
@@ -152,7 +152,7 @@ def _odd_texts(spec: Spec, name: str, records: Records) -> Iterator[str]:
     answer that is imitated would continue that of the messages."""
     data, read, broken, continued = spec.run.data, min(len(records), _COMPARED), list[int](), list[int]()
     pictured, messages, own, form = list[int](), list[int](), list[int](), form_in_use(records)
-    imitates, rejected = data.answer in imitated_fields(spec), list[int]()
+    imitates, rejected, spoken = data.answer in imitated_fields(spec), list[int](), dict[str, int]()
     for index, record in itertools.islice(read_blocks(records), read):
         broken += [index] * has_broken_text(record)
         label = str(record.get("label")).lower() if imitates and "completion" in record else ""
@@ -161,12 +161,17 @@ def _odd_texts(spec: Spec, name: str, records: Records) -> Iterator[str]:
         messages += [index] * (form is None and data.question == QUESTION and isinstance(record.get("prompt"), list))
         if data.question in record:
             asked, answer = asked_and_answered(record, data)
+            for turn in (*(asked if isinstance(asked, list) else ()), *(answer if ends_with_answer(answer) else ())):
+                spoken.setdefault(str(turn.get("role")) if isinstance(turn, dict) else "user", index)
             pictured += [index] * (data.images is None and _PICTURE.search(str(asked)) is not None)
             continued += [index] * (ends_with_answer(asked) and not (imitates and has_more_turns(answer, asked)))
     if rejected:
         yield f"{len(rejected)} of {read} records of {name} have `label: false`, such as " \
               f"{records.location(rejected[0])}, and are imitated as the others are. Leave them out " \
               "of the file."
+    for role in spoken.keys() - {"system", "user", "assistant", "tool"}:
+        yield f"a message of {name} has the role {abbreviated(role)}, at {records.location(spoken[role])}, which is " \
+              "written as it is. Roles of most models: system, user, assistant, tool."
     later = next((node for node, each in spec.dag.nodes.items() if each.function in _RENDERING), None)
     if own and later:
         raise InvalidInput(Diagnostic(f"the record has `{VARIABLES}` of its own, and node `{later}` renders other "

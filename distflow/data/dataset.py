@@ -216,14 +216,14 @@ class JoinedRecords:
         return self.starts[-1]
 
     def get(self, indices: Sequence[int]) -> list[Record]:
-        places = itertools.groupby(map(self._place, indices), lambda place: place[0])
+        places = itertools.groupby(map(self.place, indices), lambda place: place[0])
         return [record for part, group in places for record in self.parts[part].get([at for _, at in group])]
 
     def location(self, index: int) -> Location:
-        part, at = self._place(index)
+        part, at = self.place(index)
         return self.parts[part].location(at)
 
-    def _place(self, index: int) -> tuple[int, int]:
+    def place(self, index: int) -> tuple[int, int]:
         """Return which part has a record, and the record's index there."""
         part = bisect.bisect_right(self.starts, index) - 1
         return part, index - self.starts[part]
@@ -327,7 +327,7 @@ def _check_record(records: Records, index: int, record: Record, fields: Required
         what = f"the record has no field `{name}`" if name not in record else \
             f"field `{name}` must be {kind}, not {abbreviated(record[name])}"
         hint = _unwrapped(records, record) or (_way_out(name, record[name], kind, fields) if name in record else
-                                               _remedy(name, record, fields))
+                                               _remedy(name, _as_written(records, index), record, fields))
         mistakes.append(Diagnostic(what, records.location(index), hint))
     return mistakes
 
@@ -345,8 +345,8 @@ def _way_out(name: str, value: Any, kind: str, fields: RequiredFields) -> str:
 
 _SYNONYMS = {"question": ("question", "prompt", "problem", "query", "instruction", "input", "messages",
                           "conversation*", "*question", "text"),
-             "answer": ("answer", "final_answer", "*answer", "solution", "response", "completion", "ground_truth",
-                        "target", "output", "label", "chosen")}
+             "answer": ("answer", "final_answer", "*answer", "answerkey", "ground_truth", "solution", "response",
+                        "completion", "target", "output", "label", "chosen")}
 """Patterns of names under which data sets have a question and an answer, in small letters, likeliest first."""
 
 
@@ -385,13 +385,24 @@ def _is_of_columns(record: Record) -> bool:
         not any(isinstance(cell, dict) and _ROLE & cell.keys() for column in columns for cell in column)
 
 
-def _remedy(name: str, record: Record, fields: RequiredFields) -> str:
-    """Return what to write where a record lacks a field: for question and answer the fields that are probably meant."""
+def _as_written(records: Any, index: int) -> Record:
+    """Return a record with all fields that its file has, and no other."""
+    while not isinstance(records, Parquet | JoinedRecords) and hasattr(records, "records"):
+        records = records.records
+    if isinstance(records, JoinedRecords):
+        part, at = records.place(index)
+        return _as_written(records.parts[part], at)
+    return (Parquet(records.path) if isinstance(records, Parquet) else records).get([index])[0]
+
+
+def _remedy(name: str, written: Record, record: Record, fields: RequiredFields) -> str:
+    """Return what to write where a record lacks a field: for question and answer the fields that are probably meant.
+    `written`: the record as its file has it."""
     taken = {"question": fields.question, "answer": next(iter(fields.texts), fields.question)}
     if name not in taken.values():
-        return f"{did_you_mean(name, record, 'It has')}\n`data.columns` or the validation asks for `{name}`: name a " \
+        return f"{did_you_mean(name, written, 'It has')}\n`data.columns` or the validation asks for `{name}`: name a " \
                "field that the records have, or add it to them."
-    listed = [*field_names(record)]
+    listed = [*field_names(written)]
     if name == taken["answer"] and (whole := next((each for each in listed if holds_answer(each) and
                                                    is_conversation(record.get(each))), "")):
         return f"{listing(listed, 'It has')}\nTo learn the messages:  --set data.question={whole}"

@@ -37,7 +37,8 @@ _EXCHANGES = (("human", "assistant"), ("user", "assistant"), ("input", "output")
 """Pairs of keys by one of which a mapping is a question with its answer, as ms-swift, Firefly and XTuner have them."""
 _CALL = "tool_call"
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
-          "developer": "system", "observation": "tool", "tool_response": "tool", "function": "tool", "ipython": "tool",
+          "prompter": "user", "ai": "assistant", "chatbot": "assistant", "developer": "system",
+          "observation": "tool", "tool_response": "tool", "function": "tool", "ipython": "tool",
           "function_call": _CALL} | {
               role: role for role in ("user", "assistant", "system", "tool", _CALL)}
 """Roles of messages by the names that data sets have for them, in small letters. Another role stays as it is."""
@@ -133,8 +134,12 @@ def _variables(value: Any) -> dict[str, Any]:
 
 def _with_mask(value: Any, record: Record) -> Any:
     """Return messages with what the record's `loss_mask` says of each, as LLaMA-Factory has it: 1 if it is learned. The
-    system's may be left out. Raises InvalidInput: it is none, or parts of a message are not to be learned."""
+    system's may be left out. Raises InvalidInput: it is none, or a message is to be learned in part, or somewhat."""
     turns = [turn for turn in value if isinstance(turn, dict)] if isinstance(value, list) else []
+    odd = ((name, turn[name]) for turn in turns for name in LEARNED if turn.get(name) not in (None, 0, 1))
+    for name, weight in odd:
+        raise InvalidInput(Diagnostic(f"a message has `{name}` {abbreviated(weight)}; a message is learned (1), or it "
+                                      "is not (0)", None, "Write one of these, or take it out."))
     if any(turn.get("train_detail") for turn in turns):
         raise InvalidInput(Diagnostic("a message has `train_detail`, by which parts of it are not learned; a message "
                                       "is learned whole, or not at all", None, 'Take it out, or write  "train": false'))
@@ -261,6 +266,8 @@ def _modern(turn: Record) -> list[Record]:
     called, content = turn.get("function_call"), _content(_role(turn["role"]), turn.get("content"))
     if isinstance(called, dict) and called.get("name") and not turn.get("tool_calls"):
         turn = {**turn, "function_call": None, "tool_calls": [{"type": "function", "function": called}]}
+    elif isinstance(calls := turn.get("tool_calls"), str | dict | list):
+        turn = turn if (read := _tool_calls(calls)) == calls else {**turn, "tool_calls": read}
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
     if not {str(part.get("type")) for part in parts} & _PARTS:
         return [turn if content is turn.get("content") else {**turn, "content": content}]
@@ -276,6 +283,18 @@ def _modern(turn: Record) -> list[Record]:
     message = {**turn, "content": rest or "", **({"reasoning_content": thoughts} if thoughts else {}),
                **({"tool_calls": calls} if calls else {})}
     return [*results, message] if rest or not results else results
+
+
+def _tool_calls(calls: Any) -> Any:
+    """Return calls of tools, of which each, or all, may be JSON text; one alone is a list of one. Raises InvalidInput:
+    there is another text."""
+    read = (_parsed(calls) if calls.strip() not in ("", "null") else []) if isinstance(calls, str) else calls
+    read = [read] if isinstance(read, dict) else read
+    read = [_parsed(call) if isinstance(call, str) else call for call in read] if isinstance(read, list) else None
+    if read is None or None in read and read != calls:
+        what = '`tool_calls` of a message must be a list as [{"function": {"name": …, "arguments": {…}}}], or JSON text'
+        raise InvalidInput(Diagnostic(f"{what} of one, not {abbreviated(calls)}"))
+    return read
 
 
 def _content(role: Any, content: Any) -> Any:

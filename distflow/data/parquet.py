@@ -126,7 +126,7 @@ def read_as_written(record: dict[str, Any], readings: Mapping[str, Reading]) -> 
 
 def readings(schema: Any) -> dict[str, Reading]:
     """Return, by the name of each column that needs it, a function that makes of a value what was written: the names of
-    classes of `datasets` and its JSON, 0.1 where 32 or 16 bits have 0.10000000149011612, a mapping."""
+    classes of `datasets` and its JSON, 0.1 where 32 or 16 bits have 0.10000000149011612, a mapping, text of bytes."""
     try:
         features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
     except (ValueError, LookupError, TypeError):
@@ -152,6 +152,8 @@ def _reading(kind: Any, feature: Any) -> Reading | None:
     if types.is_float32(kind) or types.is_float16(kind):
         narrow = numpy.float32 if types.is_float32(kind) else numpy.float16
         return lambda value: value if value is None else float(str(narrow(value)))
+    if types.is_binary(kind) or types.is_large_binary(kind):
+        return _text
     if types.is_dictionary(kind):
         return _reading(kind.value_type, feature)
     if types.is_map(kind):
@@ -173,6 +175,14 @@ def _reading(kind: Any, feature: Any) -> Reading | None:
 
 def _as_it_is(value: Any) -> Any:
     return value
+
+
+def _text(value: Any) -> Any:
+    """Return the text that bytes are, as Spark and Hive write columns of text; others, such as images, stay bytes."""
+    try:
+        return value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError:
+        return value
 
 
 class _Batches:

@@ -135,15 +135,20 @@ def tools_of(record: Record, data: Data) -> list[dict[str, Any]] | None:
 def _tools(value: Any) -> Any:
     """Return the tools of a field, each of which, or all, may be JSON text; one alone is a list of one."""
     found = json.loads(value or "null") if isinstance(value, str) else _without_nulls(value)
+    found = json.loads(found) if isinstance(found, str) else found  # some write the text of a list as JSON once more
     found = [found] if isinstance(found, dict) and {"function", "name"} & found.keys() else found
     return [*map(_tool, found)] if isinstance(found, list) else found
 
 
 def _tool(tool: Any) -> Any:
-    """Return a tool as chat templates know it; OpenAI's Responses have its name beside its `type`."""
+    """Return a tool as chat templates know it: LLaMA-Factory and OpenAI's Responses have its name at its top level,
+    Anthropic and MCP with a schema of what goes in."""
     tool = json.loads(tool) if isinstance(tool, str) else tool
-    flat = isinstance(tool, dict) and tool.get("type") == "function" and "name" in tool and "function" not in tool
-    return {"type": "function", "function": {key: tool[key] for key in tool if key != "type"}} if flat else tool
+    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or "function" in tool or \
+            tool.get("type", "function") not in ("function", "custom"):
+        return tool
+    names = dict.fromkeys(("input_schema", "inputSchema"), "parameters")
+    return {"type": "function", "function": {names.get(key, key): tool[key] for key in tool if key != "type"}}
 
 
 def question_text(asked: str | list[Message]) -> str:
@@ -317,13 +322,19 @@ def _message(message: Message, data: Data) -> Message:
 
 
 def with_parsed_arguments(call: Any) -> Any:
-    """Return a call of a tool with arguments as templates want them: an object, if they are the JSON text of one."""
+    """Return a call of a tool with arguments as templates want them: an object, also if they are the JSON text of one,
+    or of that text, or if there are none."""
     if not isinstance(call, dict):
         return call
     if isinstance(called := call.get("function"), dict):
         return {**call, "function": with_parsed_arguments(called)}
     given = call.get("arguments")
-    return {**call, "arguments": parsed_arguments(given)} if isinstance(given, str) else call
+    if "name" not in call or not isinstance(given, str | None):
+        return call
+    found: Any = (given or "").strip() or {}
+    for _ in range(2):
+        found = parsed_arguments(found) if isinstance(found, str) else found
+    return {**call, "arguments": {} if found is None else found if isinstance(found, dict) else given}
 
 
 def parsed_arguments(arguments: str) -> Any:

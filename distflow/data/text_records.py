@@ -157,7 +157,8 @@ class JsonRecords(TextRecords):
         start += len(codecs.BOM_UTF8) * (bytes(data[start : start + 3]) == codecs.BOM_UTF8)
         first, last = bytes(data[start : min(start + _BLANK, end)]).strip(), bytes(data[max(start, end - _BLANK) : end])
         ends = last.rstrip()[-1:]
-        if (first.startswith(b"{") and ends != b"}") or (first.startswith(b"[") and (len(spans) == 1 or ends != b"]")):
+        closed = {b"{": b"}", b"[": b"]"}.get(first[:1])
+        if closed and (len(spans) == 1 or ends != closed):
             return self._find_objects(data, start, first.startswith(b"["))
         return spans
 
@@ -165,7 +166,7 @@ class JsonRecords(TextRecords):
         """Return the spans of the objects that follow each other, in one list or without. The file is read whole."""
         text = bytes(data[start:]).decode(errors="surrogateescape")  # what is not UTF-8 is said when it is read
         size: Callable[[str], int] = len if text.isascii() else lambda part: len(part.encode(errors="surrogateescape"))
-        decode = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=str).raw_decode
+        decode = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=str, strict=False).raw_decode
         spans, at = list[tuple[int, int]](), 0
         while True:
             begin = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
@@ -178,7 +179,7 @@ class JsonRecords(TextRecords):
             try:
                 _, end = decode(text, begin)
             except json.JSONDecodeError as error:
-                raise self._malformed(text, error.pos, f"not valid JSON: {error.msg}", _why_cut(error)) from None
+                raise self._malformed(text, error.pos, f"not valid JSON: {error.msg}", _why_malformed(error)) from None
             except RecursionError:
                 raise self._malformed(text, begin, "this record cannot be read: it is nested too deeply") from None
             first = start + size(text[at:begin])
@@ -196,10 +197,10 @@ class JsonRecords(TextRecords):
     def _read(self, index: int) -> Record:
         text = self._decoded(index)
         try:
-            record = json.loads(text.rstrip().removesuffix(","), object_pairs_hook=_object)
+            record = json.loads(text.rstrip().removesuffix(","), object_pairs_hook=_object, strict=False)
         except json.JSONDecodeError as error:
             raise InvalidInput(Diagnostic(f"not valid JSON: {error.msg}", self._at(index, text, error.pos, 1),
-                                          self._why_malformed(index, error))) from None
+                                          _why_malformed(error, index == len(self) - 1))) from None
         except (ValueError, RecursionError) as error:  # too long a number, a key that stands twice; too deep
             what = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
             raise InvalidInput(Diagnostic(f"this record cannot be read: {what}", self._at(index, text))) from None
@@ -208,14 +209,11 @@ class JsonRecords(TextRecords):
                                           self._at(index, text, 0, len(text))))
         return record
 
-    def _why_malformed(self, index: int, error: json.JSONDecodeError) -> str:
-        if error.doc.lstrip().startswith("{'"):
-            return "Python has printed it. Write each record by  json.dumps(record)"
-        return _why_cut(error) if index == len(self) - 1 or "\0" in error.doc else ""
 
-
-def _why_cut(error: json.JSONDecodeError) -> str:
-    ended = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string")
+def _why_malformed(error: json.JSONDecodeError, last: bool = True) -> str:
+    if error.doc[error.pos : error.pos + 1] == "'":
+        return "Python has printed it. Write each record by  json.dumps(record)"
+    ended = last and (error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string"))
     return "The file ends within a record: it is still being written, or its download was cut." \
         if ended or "\0" in error.doc else ""
 
@@ -243,6 +241,8 @@ class CsvRecords(TextRecords):
         csv.field_size_limit(sys.maxsize)
         self.spans = numpy.array([*self._rows(edges)], numpy.int64).reshape(-1, 3)
         self.names = self._cells(0) if len(self.spans) else []
+        while self.names[1:] and not self.names[-1].strip():  # a spreadsheet's columns without a cell
+            self.names.pop()
         if (odd := next((name for name in self.names[1:] if not name or self.names.count(name) > 1), None)) is not None:
             raise InvalidInput(Diagnostic(f"two fields are called `{odd}`" if odd else "a field has no name",
                                           self.location(0), "The first row of the file names its fields."))
@@ -268,7 +268,7 @@ class CsvRecords(TextRecords):
 
     def _read(self, index: int) -> Record:
         cells = self._cells(index)
-        if len(cells) != len(self.names):
+        if len(cells) < len(self.names) or any(map(str.strip, cells[len(self.names) :])):
             raise InvalidInput(Diagnostic(f"this row has {len(cells)} cells, and the first one names "
                                           f"{len(self.names)} fields: {', '.join(self.names)}", self.location(index),
                                           "A cell with a separator or a line end in it stands in quotes."))

@@ -90,6 +90,14 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {  # turns of 
     "calls as ms-swift has them": (
         {"messages": [ASKED[1], {"role": "tool_call", "content": json.dumps(CALL)},
                       {"role": "tool_response", "content": "2"}, SAID]}, [ASKED[1], CALLED, RESULT, SAID]),
+    **{f"calls as {name}": ({"messages": [ASKED[1], {**CALLED, "tool_calls": calls}, RESULT, SAID]},
+                            [ASKED[1], CALLED, RESULT, SAID])
+       for name, calls in (("JSON text", json.dumps(CALLED["tool_calls"])), ("a list of JSON texts", [
+           json.dumps(CALLED["tool_calls"][0])]), ("one mapping", CALLED["tool_calls"][0]))},
+    "calls that are none as JSON text": ({"messages": [*TURNS[:-1], {**SAID, "tool_calls": "[]"}]},
+                                         [*TURNS[:-1], SAID]),
+    "roles of other data sets": ({"messages": [{"role": "prompter", "content": "1 + 1?"}, {**SAID, "role": "AI"}]},
+                                 [ASKED[1], SAID]),
     "a call behind its thoughts": (
         {"conversations": [SHAREGPT_CALL[0], {**SHAREGPT_CALL[1], "value": f"<think>1</think>\n{json.dumps(CALL)}"},
                            *SHAREGPT_CALL[2:]]},
@@ -141,6 +149,13 @@ def test_rejected_answers_are_noted_where_answers_are_imitated(tmp_path):
     assert [note[:14] for note in noted] == ["5 of 9 records"]
 
 
+def test_a_role_that_no_template_knows_is_noted(tmp_path):
+    turns = [{"role": "reader", "content": "1 + 1?"}, *TURNS[1:]]
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"messages": each}) for each in (TURNS, turns)))
+    notes = check_data(load("sft", None, [f"data.train={tmp_path / 'data.jsonl'}", "data.batch=1"]))
+    assert [note for note in notes if "the role 'reader', at" in note and "data.jsonl:2, which is written" in note]
+
+
 @pytest.mark.parametrize(("text", "noted"), [
     ("<image>\nWhat is it?", True), ("<|vision_start|><|image_pad|><|vision_end|>What?", True), ("<video>What?", True),
     ("<start_of_image>What?", True), ("Which tag shows an image, <img>?", False), ("What is an image?", False)])
@@ -176,6 +191,9 @@ def test_variables_of_a_record_are_refused_where_further_turns_are_rendered(tmp_
     ({"conversations": [SHAREGPT_CALL[0], {**SHAREGPT_CALL[1], "value": "add(1, 1)"}, *SHAREGPT_CALL[2:]]}, {},
      "data.jsonl:1: a message of `function_call` must be JSON"),
     ({"messages": [*TURNS, ASKED[1]]}, {}, "Its messages end with the role 'user'"),
+    ({"messages": [ASKED[1], {**CALLED, "tool_calls": "add(1, 1)"}, RESULT, SAID]}, {},
+     "data.jsonl:1: `tool_calls` of a message must be a list"),
+    ({"messages": [*ASKED, {**SAID, "weight": 0.5}]}, {}, "data.jsonl:1: a message has `weight` 0.5; a message is"),
     ({"messages": TURNS, "loss_mask": [0]}, {}, "field `loss_mask` must have 0 or 1 for each of the 3 messages"),
     ({"messages": TURNS, "loss_mask": [0, 0, 0.5]}, {}, "field `loss_mask` must have 0 or 1"),
     ({"messages": [*ASKED, {**SAID, "train_detail": [{"begin_offset": 0, "end_offset": 2, "train": False}]}]}, {},
@@ -192,14 +210,16 @@ def test_a_conversation_that_is_none_is_refused(tmp_path, record, settings, says
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("arguments", ['{"a": 3}', {"a": 3}])
-def test_calls_of_tools_have_their_arguments_as_objects(arguments):
+@pytest.mark.parametrize(("arguments", "read_as"), [
+    ('{"a": 3}', {"a": 3}), ({"a": 3}, {"a": 3}), ('"{\\"a\\": 3}"', {"a": 3}), ("", {}), ("null", {}), (None, {}),
+    ('"x"', '"x"'), ("[1]", "[1]"), ("a=3", "a=3")])  # vllm#43851
+def test_calls_of_tools_have_their_arguments_as_objects(arguments, read_as):
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
     said = {"role": "assistant", "content": None, "tool_calls": [call]}
     record = {"messages": [*ASKED, said, {"role": "tool", "content": "7"}, {"role": "assistant", "content": "7"}]}
     for message in messages_of(record, Data(train="", question="messages")):
         for each in message.get("tool_calls", []):
-            assert each["function"]["arguments"] == {"a": 3}
+            assert each["function"]["arguments"] == read_as
 
 
 @pytest.mark.parametrize(("text", "mended"), [

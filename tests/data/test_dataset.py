@@ -129,6 +129,8 @@ Q, A = {"question": "1 + 1?", "answer": "2"}, {"question": "{[\"", "answer": {"o
     (json.dumps(A, indent=2) + "\n" + json.dumps(Q, indent=2), [A, Q]),
     ('{"n": [\n{"m": 1},\n{"m": 2}]}\n', [{"n": [{"m": 1}, {"m": 2}]}]),
     ('{"n": 1,\n"m": 2}\n{"n": 3}', [{"n": 1, "m": 2}, {"n": 3}]),
+    ('{"n": 1}{"n": 2} {"n": "}{"}', [{"n": 1}, {"n": 2}, {"n": "}{"}]),  # written by json.dump, without line ends
+    ('{"n": "a\tb"}\n{"n": 2}', [{"n": "a\tb"}, {"n": 2}]), ('[{"n": "a\tb"}]', [{"n": "a\tb"}]),
     ('[{"n": 1},]', [{"n": 1}]), ('[{"n": 1}\n{"n": 2}\n]', [{"n": 1}, {"n": 2}]),
     ('{"n": 1},\n{"n": 2},\n', [{"n": 1}, {"n": 2}]), ('{"n": 1},\n{"n": 2}\n', [{"n": 1}, {"n": 2}]),
     ('// mine\n# ours\n{"n": 1}\n//\n{"n": "//"}', [{"n": 1}, {"n": "//"}]), ('# mine\n[{"n": 1}]', [{"n": 1}]),
@@ -172,6 +174,7 @@ def test_json_records_name_the_line_of_what_is_none(tmp_path, text, said):
     ('question,answer\r1?,2\r"2\r?",3\r', [{"question": "1?", "answer": "2"}, {"question": "2\r?", "answer": "3"}]),
     ("question|answer\n1, 2?|3\n", [{"question": "1, 2?", "answer": "3"}]),
     ('question, answer\n"1, 2?", "3"\n', [{"question": "1, 2?", "answer": "3"}]),
+    ("question,answer,, \n1?,2,,\n3?,4,,\n", [{"question": "1?", "answer": "2"}, {"question": "3?", "answer": "4"}]),
     ('"a, b",c\n x,y\n', [{"a, b": " x", "c": "y"}]), ('"a,b";c\n1;2\n', [{"a,b": "1", "c": "2"}])])
 def test_csv_records_are_read_as_texts(tmp_path, text, records):
     (tmp_path / "all.csv").write_text(text, newline="")

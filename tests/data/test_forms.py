@@ -224,6 +224,25 @@ def test_a_record_of_another_form_gets_the_line_to_write(tmp_path, form):
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(("fields", "line"), [
+    ({"env_class": "gsm8k", "reward_spec": {"ground_truth": "2"}}, "answer=reward_spec.ground_truth"),  # SkyRL
+    ({"ground_truth": "2", "response": "?"}, "answer=ground_truth"), ({"response": "2"}, "answer=response")])
+def test_the_fields_that_a_table_has_are_proposed(tmp_path, fields, line):
+    """Also those that the run does not read, and none that only the reading makes."""
+    parquet.write_table(pyarrow.Table.from_pylist([{"prompt": ASKED, **fields}]), tmp_path / "a.parquet")
+    records = open_records(tmp_path / "a.parquet", data := Data(train=""))
+    with pytest.raises(InvalidInput, match=rf"It has: prompt, (?!.*question).*\n.*--set data.{line}\Z"):
+        check_records(records, fields_of(data, data.columns))
+
+
+def test_text_that_a_table_has_as_bytes_is_text(tmp_path):
+    """As Spark and Hive write it; what is no text stays bytes."""
+    table = {"question": [b"1 + 1?"], "answer": ["2"], "hints": [["Zähle.".encode()]], "picture": [b"\x89PNG"]}
+    parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
+    record = open_records(tmp_path / "a.parquet", Data(train="", columns=["hints", "picture"])).get([0])[0]
+    assert record == {"question": "1 + 1?", "answer": "2", "hints": ["Zähle."], "picture": b"\x89PNG"}
+
+
 def test_numbers_and_dates_of_tables_are_answers(tmp_path):
     values = [decimal.Decimal("4.00"), decimal.Decimal("0.50"), datetime.date(2020, 1, 2)]
     assert [answer_text(value) for value in values] == ["4", "0.50", "2020-01-02"]
@@ -234,7 +253,7 @@ def test_numbers_and_dates_of_tables_are_answers(tmp_path):
         check_records(open_records(tmp_path / "a.parquet", data), fields_of(data, ()))
 
 
-@pytest.mark.parametrize("value", [b"2", [b"2"], {"a": float("nan")}])
+@pytest.mark.parametrize("value", [b"\x89PNG", [b"\x89PNG"], {"a": float("nan")}])
 def test_what_has_no_text_is_no_answer(tmp_path, value):
     parquet.write_table(pyarrow.Table.from_pylist([{"question": "?", "answer": value}]), tmp_path / "a.parquet")
     data = Data(train="")

@@ -96,8 +96,12 @@ def test_tools_as_a_list_or_as_json():
         assert tools_of({"tools": tools}, data) == [tool]
     assert tools_of({"tools": '[{"type": "function", "function": {"name": "add"}}]'}, data) == [tool]
     assert [tools_of(record, data) for record in ({}, {"tools": None}, {"tools": ""}, {"tools": []})] == [None] * 4
-    flat = {"type": "function", "name": "add", "strict": True}  # OpenAI's Responses, NeMo-Gym
-    assert tools_of({"tools": [flat]}, data) == [{"type": "function", "function": {"name": "add", "strict": True}}]
+    assert tools_of({"tools": json.dumps(json.dumps([tool]))}, data) == [tool]  # prime-rl#2942
+    inner, schema = {"name": "add", "parameters": {"type": "object"}}, {"type": "object"}
+    for flat in ({"type": "function", **inner}, inner, {"name": "add", "input_schema": schema},  # OpenAI's Responses,
+                 {"type": "custom", "name": "add", "inputSchema": schema}):  # LLaMA-Factory, Anthropic, MCP
+        assert tools_of({"tools": [flat]}, data) == [{"type": "function", "function": inner}]
+    assert tools_of({"tools": [{"type": "web_search", "name": "w"}]}, data) == [{"type": "web_search", "name": "w"}]
     assert tools_of({"tools": [tool]}, Data(train="")) is None
     assert not any(tools_error(value) for value in ([tool], "[]", None, "", tool, [json.dumps(tool)]))
     assert all(tools_error(value) for value in ("{", 3, "7", {"a": 1}, [3, "x"], "[3]"))

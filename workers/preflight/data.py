@@ -12,7 +12,6 @@ The form of each record, duplicates and what is validated on: `distflow.data.che
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +26,7 @@ from distflow.data.problems import (
     messages_of,
     tools_error,
     tools_of,
+    with_parsed_arguments,
 )
 from workers.preflight.proofs import FailedProof, FirstRecords, shortened
 
@@ -122,7 +122,7 @@ def _tool_calls_can_be_read(records: FirstRecords) -> Iterator[FailedProof]:
     for index, row in enumerate(records.rows):
         tools = {_name(tool.get("function", tool)) for tool in tools_of(row, records.data) or ()}
         for call in _called_functions(row[records.data.question]):
-            if wrong := _wrong_arguments(call.get("arguments")):
+            if wrong := _wrong_arguments(call):
                 broken[index] = wrong
             elif tools and _name(call) not in tools:
                 unknown[index] = _name(call)
@@ -178,13 +178,10 @@ def _called_functions(asked: str | list[Message]) -> Iterator[dict[str, Any]]:
                 yield call.get("function") or call
 
 
-def _wrong_arguments(arguments: Any) -> str:
+def _wrong_arguments(call: Record) -> str:
     """Return the arguments of a call as a message shows them if they are no JSON object; "" if they are one."""
-    try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):  # no JSON; nested too deeply
-        parsed = arguments
-    return "" if parsed is None or isinstance(parsed, dict) else shortened(str(arguments))
+    given = with_parsed_arguments({"name": "", **call})["arguments"]
+    return "" if isinstance(given, dict) else shortened(str(given))
 
 
 def _name(function: Record) -> str:
