@@ -394,8 +394,9 @@ CAUSES = (
     Cause(_left_behind, "the sampler never gets what is trained, or a node gives the reference's log-probabilities as "
           "the sampler's: they are of other weights, and part from the trainer's just as it leaves its reference",
           "what loads weights into the sampler, or the node that writes `rollout_logprobs`", "mismatch"),
-    Cause(_endless, "conversations always go on to their last turn ({0:.0f}): the environment does not end at a final "
-          "answer, but takes it for a call", "what the environment returns for a final answer: Turn(done=True)",
+    Cause(_endless,
+          "conversations always go on to their last turn ({0:.0f}): the environment does not end at a final answer",
+          "what the environment returns for a final answer: Turn(done=True)",
           "tool_errors same_observations no_signal"),
     Cause(_misaligned, "values are misaligned: they belong to other tokens or rows, since the critic's own loss fell "
           "from {0:.2g} to {1:.2g}", "what changes `values` between the critic and the advantages",

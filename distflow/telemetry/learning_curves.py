@@ -45,7 +45,7 @@ def reward_changed(series: Series) -> Evidence | None:
             continue
         old, noise = middle(before), max(spread(before), variance(before) ** 0.5, 0.02, 0.1 * abs(middle(before)))
         gaps = [abs(value - old) / noise for value in recent]
-        same = len({value > old for value in recent}) == 1 and not series.policy_leapt and not _improves(series)
+        same = len({value > old for value in recent}) == 1 and not series.policy_leapt and not _follows_answers(series)
         leapt = min(gaps[-3:]) > _LEAP or mean(gaps) > _LEAP_OF_MEAN and min(gaps) > _LEAST
         if same and leapt:
             return Evidence(series.steps[-RECENT if min(gaps) > _LEAST else -3], name,
@@ -57,11 +57,11 @@ def reward_changed(series: Series) -> Evidence | None:
     return None
 
 
-def _improves(series: Series) -> bool:
-    """Whether more is earned since more answers are right, by which a reward that is as it was explains itself."""
+def _follows_answers(series: Series) -> bool:
+    """Whether more, or less, is earned as more, or fewer, answers are right: the reward is as it was."""
     right, earned = (series.recent(name, RECENT) - middle(series.before(name, RECENT, 10, 6))
                      for name in ("response/has_answer", series.reward))
-    return 0 < earned < 1.25 * right
+    return 0 < earned * right < 1.25 * right * right
 
 
 _LEAP, _LEAP_OF_MEAN, _LEAST = 4.5, 3.2, 1.5  # standard deviations
@@ -76,7 +76,7 @@ def reward_fell(series: Series) -> Evidence | None:
     if at is None or name == "loss" and "supervised_update" not in series.functions:  # others are near 0
         return None
     before, after = (mean(value for _, value in part) for part in (values[:at][-40:], values[at:]))
-    if name == "distillation/divergence" and after < 1.5 * before:  # the student's own samples change with it
+    if "distillation" in name and after < 1.5 * before:  # the student's own samples change with it
         return None
     what = "The reward fell" if name == series.reward else f"`{name}` got worse:"
     return Evidence(values[at][0], name, f"{what} from {before:.3f} to {after:.3f}",

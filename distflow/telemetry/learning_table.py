@@ -194,7 +194,8 @@ _FAR = ("KL to the reference is {value:.2g} nats a token before anything is trai
         "the reference is not the model that is trained, or is asked otherwise: another temperature, template or "
         "position, or other weights",
         "roles.reference={{copy_of: {role}}} , and no temperature of its own at its node")
-_OTHER_BASELINES = {"gae", "baseline_advantage", "discounted_advantage", "distillation_advantage", "rank_filter"}
+_OTHER_BASELINES = {"gae", "baseline_advantage", "discounted_advantage", "distillation_advantage", "rank_filter",
+                    "drop_truncated"}  # the last two leave rows out whose advantages belong to the mean
 _MISMATCH = (
     "Trainer and rollout differ by {value:.2g} nats a token, before by {before:.2g}",
     "the engine that samples does not hold the weights that are trained, or computes them otherwise (precision, "
@@ -246,9 +247,8 @@ READINGS = (
             "everything", "data with other answers, or another  data.answer", steps=8, rows="high"),
     Reading("pairs_contradict", DATA, "preference/worse_has_answer", 0.2,
             "In {value:.0%} of the pairs the rejected answer is the right one, and the chosen one is wrong",
-            "chosen and rejected are swapped, in all pairs or by chance (noisy labels); or a reward ranks wrong "
-            "answers first", "data.columns={{chosen: rejected, rejected: chosen}} , or clean the pairs of  data.train",
-            steps=8),
+            "chosen and rejected are swapped, or labels are noise; or a reward ranks wrong answers first",
+            "data.columns={{chosen: rejected, rejected: chosen}} , or clean the pairs of  data.train", steps=8),
     Reading("pairs_contradict", DATA, "response/alike", 0.1,
             "At least {value:.0%} of the chosen and rejected answers are identical, so that there is nothing to prefer",
             "one field is read twice, or the pairs were made of equal answers", "pairs of  data.train  that differ",
@@ -267,8 +267,7 @@ READINGS = (
             series.recent("preference/margin") < -1e-6),
     Reading("reward_failures", REWARD, "*/failed", 0.1,
             "The {name} fails for {value:.0%} of the samples, which leave the step",
-            "the {name} raises or takes too long; the rest of the batch is what it does not fail for, so that the "
-            "policy learns from a skewed choice",
+            "the {name} raises or takes too long; what is left of the batch to learn from is a skewed choice",
             "the reason is in  events.jsonl ; a longer limit is  nodes.*.with.limit=600", per="samples"),
     Reading("reward_noise", REWARD, "reward/inconsistent", 0.25,
             "{value:.0%} of the completions that equal another one to their prompt earn something else",
@@ -405,10 +404,9 @@ READINGS = (
             when=lambda series: "distillation_advantage" not in series.functions),
     Reading("mismatch", UPDATE, "mismatch/logprob_mean", 0.25, *_MISMATCH, when=_on_policy),
     Reading("mismatch", UPDATE, "mismatch/logprob_mean", 0.02, *_MISMATCH, when=_on_policy, base=10, rise=3),
-    Reading("policy_stuck", UPDATE, "*grad_norm", 0.0, "The model is as it was: `{metric}` stays 0",
-            "no gradient reaches the parameters: all are frozen, both matrices of the adapters (`lora`) are 0, or the "
-            "loss does not depend on them", _UNFROZEN,
-            most=0.0, steps=8, when=_differ),
+    Reading("policy_stuck", UPDATE, "*grad_norm", 0.0, "The parameters are as they were: `{metric}` stays 0",
+            "no gradient reaches them: all are frozen (adapters: both matrices 0), or the loss does not depend on them",
+            _UNFROZEN, most=0.0, steps=8, when=_differ),
     Reading("policy_stuck", UPDATE, "*gradient/moved", 0.0, "An update moves {value:.0%} of the weights by more "
             "than a hundredth of the learning rate", "the optimizer's steps do not reach them: they are cut off from "
             "the loss, or kept in so few digits (bfloat16) that small updates are lost in rounding",

@@ -298,8 +298,9 @@ def test_training_that_gets_worse_at_its_own_goal(goal, sign, function):
 
 
 def test_what_healthy_runs_of_other_algorithms_show_is_no_fault():
-    steps = trained([*noise(55, 0.256, 0.01), *noise(45, 0.317, 0.01, seed=1)], "distillation/divergence")
-    assert faults_of(steps, {"nodes.update.function": "distillation_update"}) == []
+    for goal in ("distillation/divergence", "distillation/reverse_kl"):
+        steps = trained([*noise(55, 0.256, 0.01), *noise(45, 0.317, 0.01, seed=1)], goal)
+        assert faults_of(steps, {"nodes.update.function": "distillation_update"}) == []
     unbeaten = steps_of(40, first=8, advantages__min=0.0)  # no greedy answer of ReMax has earned anything
     assert "advantage_sign" not in {fault.detector for fault in faults_of(
         unbeaten, {"nodes.advantage.function": "baseline_advantage"})}
@@ -455,6 +456,18 @@ def test_conversations_that_never_end_are_told_from_tools_that_fail(turns, told)
     fault, = faults_of(steps, SYNC | {"nodes.rollout.with.max_turns": "4"})
     assert fault.detector == "tool_errors"
     assert ("does not end at a final answer" in fault.evidence.probable) == told
+
+
+@pytest.mark.parametrize(("right", "told"), [(0.2, False), (0.5, True)])
+def test_a_reward_that_falls_with_right_answers_is_as_it_was(right, told):
+    steps = steps_of(30, first=21, reward__mean=0.2, response__has_answer=right)
+    assert ("reward_changed" in {fault.detector for fault in faults_of(steps)}) == told
+
+
+def test_advantages_whose_cut_rows_are_dropped_have_no_mean_of_0():
+    steps = steps_of(20, advantages__of_prompts=0.2)
+    assert [fault.detector for fault in faults_of(steps, SYNC)] == ["advantage_baseline"]
+    assert faults_of(steps, SYNC | {"nodes.overlong.function": "drop_truncated"}) == []
 
 
 def test_a_policy_that_leaps_at_a_usual_gradient_has_other_weights():
