@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForSequenceClassification, Aut
 from distflow.config.load import load
 from distflow.data.batch import Ragged
 from planners import plan
+from workers.isolation.rewards.texts import format as form_of_text
 
 NEEDS = {"blackjack": "gymnasium"}
 """Example → the package whose environment it names."""
@@ -51,6 +52,13 @@ def run(workspace, launch):
         return metrics_of(workspace / "runs" / name)
 
     return run
+
+
+def test_the_form_that_is_paid_is_that_of_the_answers():
+    settings = load(str(ROOT / "examples/near_miss/near_miss.yaml")).dag.nodes["reward"].settings["reward"]["format"]
+    problems = (ROOT / "dags/data/arithmetic/heldout.jsonl").read_text().splitlines()
+    answer = json.loads(problems[0])["answer"]
+    assert [form_of_text(text, pattern=settings["pattern"]) for text in (answer, answer.replace("#", ""))] == [1, 0]
 
 
 def test_the_loss_is_ppos_at_first_and_fades():

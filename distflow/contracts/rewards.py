@@ -320,21 +320,22 @@ def _find(spec: Spec, wanted: Iterable[Term], mistakes: list[Diagnostic]) -> dic
     """Return the contracts of all rewards that can be named; modules are imported only if one wanted is missing."""
     modules = {contract.module for contract in spec.functions.values()} - {each.module for each in built_in().values()}
     users = dict.fromkeys([*spec.dag.imports, *(term.module for term in wanted if term.module)])
-    found: dict[str, RewardContract] = {}
+    named, unread, found = {term.name for term in wanted}, set[str](), dict[str, RewardContract]()
     for module in dict.fromkeys([*SHIPPED, *sorted(modules), *users]):
         for definition in definitions(module, "reward"):
             if other := found.get(definition.name):
                 mistakes.append(_same_name(definition, other))
             try:
                 found[definition.name] = read_contract("reward", definition)
-            except InvalidInput as error:
-                mistakes += error.mistakes
-    if not mistakes and not {term.name for term in wanted} <= set(found):
+            except InvalidInput as error:  # which is none of this run's where it names others of the module
+                unread.add(definition.name)
+                mistakes += error.mistakes * (definition.name in named)
+    if not mistakes and not named <= set(found):
         for module in users:
             if module_file(module) is not None:
                 decorators.load_module(module)
         found |= {name: read_contract("reward", function) for name, function in decorators.REWARDS.items()
-                  if name not in found}
+                  if name not in found and name not in unread}
     return found
 
 

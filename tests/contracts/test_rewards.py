@@ -265,14 +265,24 @@ def test_validation_takes_the_same_forms_and_has_no_nodes(planned):
     assert any("reward `polite` reads column `rollout_logprobs`, which the data does not" in text for text in texts)
 
 
-@pytest.mark.parametrize(("module", "match"), [
-    ("rewards_mixed", r"mixed\.py:7: reward `mixed` has parameter `completion`, of one sample, beside"),
-    ("rewards_of_numbers", r"numbers\.py:7: reward `wants_numbers` takes `answer` as float, but it is text"),
-    ("rewards_of_all", r"all\.py:7: a reward cannot be called `mean`"),
-    ("rewards_named_badly", r"badly\.py:7: reward `length` has the name of another one \(.*texts\.py:")])
-def test_rewards_that_cannot_be(planned, module, match):
+@pytest.mark.parametrize(("reward", "match"), [
+    ("rewards_mixed:mixed", r"mixed\.py:7: reward `mixed` has parameter `completion`, of one sample, beside"),
+    ("rewards_of_numbers:wants_numbers", r"numbers\.py:7: reward `wants_numbers` takes `answer` as float, but it is"),
+    ("rewards_of_all:mean", r"all\.py:7: a reward cannot be called `mean`"),
+    ("rewards_named_badly:length", r"badly\.py:7: reward `length` has the name of another one \(.*texts\.py:")])
+def test_rewards_that_cannot_be(planned, reward, match):
     with pytest.raises(InvalidInput, match=match):
-        planned("math", imports=module)
+        planned(reward, imports=reward.partition(":")[0])
+
+
+def test_a_reward_that_cannot_be_stops_no_other_of_its_module(planned, tmp_path, monkeypatch):
+    (tmp_path / "mine_of_two.py").write_text(
+        "from distflow import reward\n@reward\ndef odd(completions, answer):\n    return [1.0]\n"
+        "@reward\ndef good(completion, answer):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "answers" in planned("mine_of_two:good", imports="mine_of_two")
+    with pytest.raises(InvalidInput, match="reward `odd` has parameter `answer`, of one sample"):
+        planned("mine_of_two:odd", imports="mine_of_two")
 
 
 def test_the_list_of_functions_has_the_rewards(capsys):

@@ -235,7 +235,9 @@ def _number_or_failure(value: Any) -> float | list[str]:
 
 
 def _number(value: Any) -> float:
-    """Return a reward as a float; raise CallFailure if it is no number, or not finite as float32."""
+    """Return a reward as a float, of a mapping its `score` (verl); raise CallFailure if it is no number, or not finite
+    as float32."""
+    value = value["score"] if isinstance(value, dict) and "score" in value else value
     try:
         number = None if isinstance(value, str | bytes | None) else float(getattr(value, "item", lambda: value)())
     except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises RuntimeError for a tensor of many

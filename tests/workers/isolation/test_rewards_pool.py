@@ -486,6 +486,7 @@ def test_what_a_reward_prints_has_its_name_and_is_bounded(module, capfd):
 @pytest.mark.parametrize(("value", "numbers"), [
     (np.array([1.0, 2.0]), [1.0, 2.0]), (np.array([[1.0], [2.0]]), [1.0, 2.0]),
     ([np.array([1.0]), np.bool_(True)], [1.0, 1.0]),
+    ([{"score": 0.5, "acc": True}, {"acc": 1.0}], [0.5, ["returned {'acc': 1.0}, not a finite number", ""]]),  # verl
     ((each for each in (1, 2)), [1.0, 2.0]), (map(float, (1, 2)), [1.0, 2.0])])
 def test_values_of_a_batch_may_be_arrays_and_iterators(value, numbers):
     assert _values(value, 2) == numbers
