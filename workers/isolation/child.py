@@ -188,6 +188,8 @@ class _ForkServer:
                 if self.children and time.monotonic() >= schedule.due:
                     with schedule.poll():
                         self._check_children()
+        except ConnectionError:
+            return  # the rank has ended before it took an answer
         finally:
             self._kill([*self.children])
             with contextlib.suppress(ChildProcessError):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from workers.isolation.child import packed
 from workers.isolation.pool import Call, CallPool, ChildProcess, ForkServerLost
 
 HANDLER = '''
@@ -132,6 +133,14 @@ def test_call_pool_ends_descendants_of_a_call_that_kills_the_fork_server(pool):
         next_of(pool)
     pool.stop()
     assert gone(hidden)
+
+
+def test_fork_server_ends_without_a_word_where_the_rank_takes_no_answer(pool, capfd):
+    request = packed(["exit_code", pool.fork().pid, 0.1])
+    pool.connection.send(request)
+    pool.connection.close()
+    assert pool.server.poll(60.0) == 0
+    assert capfd.readouterr().err == ""
 
 
 def test_call_pool_counts_a_fork_server_that_dies_at_its_start_as_lost(pool, tmp_path):
