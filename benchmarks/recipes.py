@@ -33,13 +33,15 @@ OTHER_ORDER = 1000
 GRPO_SETTINGS = {"chain_sum": (), "spell_backward": ("nodes.reward.with.reward=exact_answer:letters",),
                  "reverse_words": ("nodes.reward.with.reward=examples.recipes.spell_backward.exact_answer:exact",),
                  "needle": ("nodes.reward.with.reward=examples.recipes.spell_backward.exact_answer:exact",),
-                 "calculator": ()}
+                 "calculator": (), "openenv": ()}
 """Recipe → what its GRPO has beside its run file."""
 BASE, MODEL = "base", RUNS / "SmolLM2-135M-Instruct"
 EVALUATIONS = {"evaluate": "curve", "greedy": "likeliest"}
 """Kind of evaluation → what its shares are called in the results: of sampled conversations, of the likeliest ones."""
-CONVERSING = {"calculator"}
+CONVERSING = {"calculator", "openenv"}
 """Recipes with DAGs of their own for GRPO and for evaluation, since validation asks for single turns."""
+STARTS = {"openenv": "needle"}
+"""Recipe without SFT of its own → the one whose SFT it begins with. The server of openenv is started by hand."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +52,26 @@ class Study:
     seed: int
 
     def folder(self, stage: str) -> Path:
-        return RUNS / f"{self.recipe}-{stage}-{0 if stage.endswith(BASE) else self.seed}"
+        recipe = STARTS.get(self.recipe, self.recipe) if stage == "sft" else self.recipe
+        return RUNS / f"{recipe}-{stage}-{0 if stage.endswith(BASE) else self.seed}"
 
     def model(self, stage: str) -> Path:
         """Return the model that a stage leaves, or that of all seeds before any."""
         return MODEL if stage == BASE else self.folder(stage) / "model"
 
     @property
+    def trained(self) -> tuple[str, ...]:
+        """Stages that train a model of this recipe, in their order."""
+        return ("grpo",) if self.recipe in STARTS else tuple(STAGES)
+
+    @property
     def stages(self) -> tuple[str, ...]:
         """Stages that are started, in their order."""
         if self.recipe not in CONVERSING:
-            return tuple(STAGES)
-        evaluated = {trained: [f"{kind}-{trained}" for kind in EVALUATIONS] for trained in (BASE, *STAGES)}
-        return (*evaluated[BASE], *(stage for trained in STAGES for stage in (trained, *evaluated[trained])))
+            return self.trained
+        models = ("sft" if self.recipe in STARTS else BASE, *self.trained)
+        return tuple(stage for model in models
+                     for stage in (*[model] * (model in self.trained), *(f"{kind}-{model}" for kind in EVALUATIONS)))
 
     def command(self, stage: str) -> list[str]:
         """Return the words behind `distflow` that start a stage, or resume it."""
@@ -95,7 +104,7 @@ class Study:
         """Return what the stages that have ended have come to, by stage."""
         readers = {stage: RunReader(self.folder(stage)) for stage in self.stages}
         ended = {stage for stage, reader in readers.items() if reader.state == "has finished"}
-        found = {stage: outcome(readers[stage]) for stage in STAGES if stage in ended
+        found = {stage: outcome(readers[stage]) for stage in self.trained if stage in ended
                  and (self.recipe not in CONVERSING or f"evaluate-{stage}" in ended)}
         for kind, curve in EVALUATIONS.items() if self.recipe in CONVERSING else ():
             shares = {stage: evaluated(readers[f"{kind}-{stage}"]) for stage in (BASE, *STAGES)
@@ -159,11 +168,11 @@ HEAD = ("| seed | stage | steps | before | after (95% interval) | rows | trained
 
 def drawn(title: str, seeds: dict[str, dict[str, Any]]) -> str:
     """Return an SVG of the curves of all seeds, GRPO and more SFT beginning where SFT ends, with their intervals."""
-    first = max(stages["sft"]["steps"] for stages in seeds.values())
+    first = max(stages["sft"]["steps"] if "sft" in stages else 0 for stages in seeds.values())
     last = first + max(done["steps"] for stages in seeds.values() for name, done in stages.items() if name != "sft")
     axes, bold = Axes(44, 30, 584, 234, last), 'font-weight="bold"'
     parts = [text(44, 18, title, more=bold), text(44, 296, "training steps"),
-             *axes.grid((0, first, last), (0, 0.2, 0.4, 0.6, 0.8, 1))]
+             *axes.grid(sorted({0, first, last}), (0, 0.2, 0.4, 0.6, 0.8, 1))]
     for number, (stage, (colour, words)) in enumerate(STAGES.items()):
         parts.append(text(244 + 110 * number, 18, f"— {words}", more=f'fill="{colour}" {bold}'))
         for done in (stages[stage] for stages in seeds.values() if stage in stages):

@@ -19,7 +19,8 @@ RECIPES = ROOT / "examples/recipes"
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
          "vocab_size": 300, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
 DAGS = {("calculator", "grpo_run"): "calculator/calculator.yaml", ("openenv", "grpo_run"): "openenv/openenv.yaml",
-        ("calculator", "evaluate_run"): "calculator/evaluate_calculator.yaml"}
+        ("calculator", "evaluate_run"): "calculator/evaluate_calculator.yaml",
+        ("openenv", "evaluate_run"): "openenv/evaluate_openenv.yaml"}
 """Recipe and run file → its own DAG; the others have that of their name."""
 RECORD = {"question": "4 - 1 =", "answer": "3", "seed": "1", "messages": [{"role": "user", "content": "4 - 1 ="},
                                                                          {"role": "assistant", "content": "3"}]}

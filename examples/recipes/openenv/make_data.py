@@ -1,4 +1,4 @@
-"""Write the problems of the server, each with its number as `seed`, to runs/recipes/openenv."""
+"""Write the statements of the server's problems, each with its number as `seed`, to runs/recipes/openenv."""
 
 import json
 import sys
@@ -11,8 +11,8 @@ from problems import HELD_OUT, PROBLEMS  # noqa: E402 - needs the path above
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    rows = {entry["question"]: {"question": entry["question"], "answer": entry["answer"], "seed": str(number)}
-            for number, entry in enumerate(PROBLEMS)}
+    rows = {entry["question"].casefold(): {"question": entry["question"].partition("\n")[0], "answer": entry["answer"],
+                                           "seed": str(number)} for number, entry in enumerate(PROBLEMS)}
     each = list(rows.values())
     for name, some in (("heldout", each[:HELD_OUT]), ("train", each[HELD_OUT:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))

@@ -1,7 +1,7 @@
-"""The problems that server and data share: sums of three terms."""
+"""The problems that server and data share: three or four statements, and a question about one of them."""
 
 import reasoning_gym
 
-PROBLEMS = reasoning_gym.create_dataset("chain_sum", seed=1, size=4200, min_terms=3, max_terms=3, min_digits=1,
-                                        max_digits=2)
+PROBLEMS = reasoning_gym.create_dataset("needle_haystack", seed=3, size=4200, min_num_statements=3,
+                                        max_num_statements=4)
 HELD_OUT = 200
