@@ -127,11 +127,13 @@ def _on_policy(series: Series) -> bool:
 
 
 def _grew(series: Series) -> float:
-    """Return how many times as long as at the start completions are, if the reward pays for more than to be right."""
+    """Return how many times as long as at the start completions are, if the reward pays for more than to be right.
+    Of conversations each turn counts: those that are right at once end at once."""
     if series.recent("reward/answer_correlation") > 0.9:
         return math.nan
-    return series.recent("response/length", RECENT) / max(
-        series.start("response/length"), 1e-9)
+    turns = "environment/turns"
+    more = series.recent(turns, RECENT) / max(series.start(turns), 1e-9) if series.known(turns) else 1.0
+    return series.recent("response/length", RECENT) / max(series.start("response/length") * more, 1e-9)
 
 
 def _settles(series: Series) -> bool:

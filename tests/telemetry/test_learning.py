@@ -390,6 +390,14 @@ def test_a_kl_term_that_outweighs_advantages_is_told_with_its_weight():
         assert [fault.detector for fault in faults] == told
 
 
+def test_conversations_that_end_sooner_since_they_are_right_are_no_length_hacking():
+    shorter = steps_of(40, first=21, reward__length_correlation=-0.9, response__length=20.0)
+    for told, turns in ((True, 2.0), (False, 1.0)):
+        found = faults_of([line | {"environment/turns": turns if line["response/length"] == 20.0 else 2.0}
+                           for line in shorter])
+        assert told == ("length_hacking" in {fault.detector for fault in found})
+
+
 def test_right_answers_that_take_more_tokens_are_no_length_hacking():
     longer = steps_of(40, first=21, reward__length_correlation=0.8, response__length=60.0)
     assert "length_hacking" in {fault.detector for fault in faults_of(
