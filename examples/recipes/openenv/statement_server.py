@@ -42,7 +42,8 @@ class Statements(Environment[Reply, Said, State]):
         if name == self.right:
             return Said(text="Yes.", done=True, reward=1.0 / self.tries)
         known = name and f"{name} " in self.statements
-        return Said(text=f"Not {name}. Who else?" if known else "Reply only with a name.", done=self.tries == 2, reward=0.0)
+        hint = f"Not {name}. Who else?" if known else "Reply only with a name."
+        return Said(text=hint, done=self.tries == 2, reward=0.0)
 
     @property
     def state(self) -> State:
