@@ -40,6 +40,10 @@ ZEPHYR = ("{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['c
           "{% if add_generation_prompt %}<|assistant|>\n{% endif %}")
 PHI = ("{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}<|end|>\n{% endfor %}"
        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}")  # special tokens take the line ends behind them
+LLAVA = ("{% for message in messages %}{{ message['role'].upper() }}:\n{% for part in message['content'] | "
+         "selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}"
+         "{% if message['role'] == 'assistant' %}</s>{% else %}\n{% endif %}{% endfor %}"
+         "{% if add_generation_prompt %}ASSISTANT:\n{% endif %}")  # contents are parts
 INST = ("{% for message in messages %}{% if message['role'] == 'assistant' %} {{ message['content'] | trim }} </s>"
         "{% else %}{{ bos_token }}[INST] {{ message['content'] | trim }} [/INST]{% endif %}{% endfor %}")
 LETTERS = ("{% for message in messages %}{% if message['role'] == 'assistant' %}ASSISTANT: {{ message['content'] }}</s>"
@@ -115,6 +119,7 @@ KINDS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "takes_blanks": lambda: sentencepiece(PHI, [AddedToken(token, rstrip=True, normalized=False) for token in
                                                 ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")]),
     "inst": lambda: sentencepiece(INST, ()),
+    "parts": lambda: byte_level(LLAVA, ["<unk>", "<s>", "</s>"], eos="</s>", bos="<s>"),
     "letters": lambda: sentencepiece(LETTERS, ()),
     "no_template": lambda: byte_level(None),
     "no_template_adds_end": lambda: sentencepiece(None, (), adds_end=True),

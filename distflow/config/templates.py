@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from distflow.config.model_code import read_json
+from distflow.config.model_code import read_json, settings_in
 from distflow.config.run import Data
 from distflow.config.shipped import find
 from distflow.config.spec import Spec
 from distflow.errors import Diagnostic
 
 _RANDOM = re.compile(r"\|\s*random\b")
+_OF_PROCESSORS = ("chat_template.json", "processor_config.json")
 _EMBEDDED_TEMPLATE = "(roles and contents alone)"
 
 
@@ -71,7 +72,16 @@ def template_of(spec: Spec, role: str) -> tuple[str | None, Path | None]:
         written = read_json(config).get("chat_template") if config else None
     except (OSError, ValueError, AttributeError):
         return None, None
+    if folder and not written and (others := of_processor(folder)):
+        return others
     if isinstance(written, list):  # by their names
         named = {str(each.get("name")): each.get("template") for each in written if isinstance(each, dict)}
         written = spec.run.data.tools and named.get("tool_use") or named.get("default")
     return str(written or "") if config else None, config
+
+
+def of_processor(folder: Path) -> tuple[str, Path] | None:
+    """Return the chat template of a model's processor and its file, which transformers does not give to the tokenizer;
+    None if it has none."""
+    found = ((settings_in(folder / name).get("chat_template"), folder / name) for name in _OF_PROCESSORS)
+    return next(((text, file) for text, file in found if isinstance(text, str) and text), None)

@@ -289,6 +289,9 @@ def _said(text: str) -> Message:
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools, options: Mapping[str, Any],
             **how: Any) -> str:
     template = None if tokenizer.chat_template else _LINES
+    if not template and _remembered(tokenizer, "parts", {}, _find_parts):
+        messages = [{**message, "content": [{"type": "text", "text": message["content"]}]}
+                    if isinstance(message.get("content"), str) else message for message in messages]
     with tokenizer_lock:
         render = cast(Any, tokenizer.apply_chat_template)
         how = {"tools": tools, "chat_template": template, "tokenize": False, **how, **options}
@@ -437,6 +440,19 @@ def _find_opening(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
     before = _render(tokenizer, [_asked("?"), _said(_ANSWER)], None, options).partition(_ANSWER)[0]
     tag = _OPENING_TAG.search(prompt)
     return tag[0] if tag and prompt != before else ""
+
+
+def _find_parts(tokenizer: PreTrainedTokenizerBase, _: Mapping[str, Any]) -> bool:
+    """Return whether the template writes contents that are parts, and none that are texts, as LLaVA's does."""
+    def writes(content: Any) -> bool:
+        try:
+            with tokenizer_lock:
+                render = cast(Any, tokenizer.apply_chat_template)
+                return _ANSWER in str(render([{"role": "user", "content": content}], tokenize=False))
+        except UNRENDERED:
+            return False
+
+    return not writes(_ANSWER) and writes([{"type": "text", "text": _ANSWER}])
 
 
 def _find_ends(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> tuple[int | None, int | None]:

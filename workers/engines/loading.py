@@ -32,6 +32,7 @@ from distflow.config.run import Model
 from distflow.config.shipped import find
 from distflow.config.sizes import POSITIONS
 from distflow.config.spec import Spec
+from distflow.config.templates import of_processor
 from distflow.data.checks import training_fields
 from distflow.data.dataset import open_training_sets
 from distflow.data.problems import answer_text, asked_and_answered, content_text, mended_record, messages_of
@@ -84,12 +85,14 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Read a tokenizer as its tokenizer.json has it. Some classes that tokenizer_config.json names build another one
     from its vocabulary: LlamaTokenizerFast drops the blanks of a byte-level one (transformers#45701)."""
     tokenizer, file = _read(AutoTokenizer, folder), folder / "tokenizer.json"
-    if not tokenizer.is_fast or not file.is_file():
-        return tokenizer
-    own = Tokenizer.from_file(str(file))
-    alike = all(_state(tokenizer.backend_tokenizer, part) == _state(own, part)
-                for part in ("normalizer", "pre_tokenizer", "model", "decoder"))
-    return tokenizer if alike else _read(PreTrainedTokenizerFast, folder)
+    if tokenizer.is_fast and file.is_file():
+        own = Tokenizer.from_file(str(file))
+        alike = all(_state(tokenizer.backend_tokenizer, part) == _state(own, part)
+                    for part in ("normalizer", "pre_tokenizer", "model", "decoder"))
+        tokenizer = tokenizer if alike else _read(PreTrainedTokenizerFast, folder)
+    if not tokenizer.chat_template and (processors := of_processor(folder)):
+        tokenizer.chat_template, _ = processors
+    return tokenizer
 
 
 def _state(tokenizer: Tokenizer, part: str) -> bytes:
@@ -125,9 +128,10 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
     if not (folder / _TOKENIZER_CONFIG).is_file():
         return
-    settings = read_json(folder / _TOKENIZER_CONFIG)
-    named = type(_read(AutoTokenizer, folder)) is not type(tokenizer)  # a class that builds another tokenizer
-    if named or settings.get("tokenizer_class") == "TokenizersBackend":
+    settings, read = read_json(folder / _TOKENIZER_CONFIG), _read(AutoTokenizer, folder)
+    if tokenizer.chat_template and not read.chat_template:  # it was the processor's
+        (folder / "chat_template.jinja").write_text(str(tokenizer.chat_template), encoding="utf-8")
+    if type(read) is not type(tokenizer) or settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(special := settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = special

@@ -12,7 +12,7 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from tokenizers_of_kinds import KINDS
+from tokenizers_of_kinds import CHATML, KINDS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distflow.config.dag import Role
@@ -192,6 +192,17 @@ def test_a_saved_tokenizer_has_the_files_of_its_source(tmp_path):
     before, after = (json.loads((folder / "tokenizer_config.json").read_text()) for folder in (source, saved))
     special, _ = before.pop("extra_special_tokens"), before.pop("auto_map")
     assert after == {**before, "additional_special_tokens": special, "tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+@pytest.mark.parametrize("name", ["chat_template.json", "processor_config.json"])
+def test_a_processors_chat_template_is_the_tokenizers(tmp_path, name):
+    """LLaVA has its template there alone, and its conversations were rendered as lines."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    KINDS["no_template"]().save_pretrained(tmp_path)
+    (tmp_path / name).write_text(json.dumps({"chat_template": CHATML}))
+    tokenizer = read_tokenizer(tmp_path)
+    save_tokenizer(tokenizer, tmp_path / "saved")
+    assert tokenizer.chat_template == _read(AutoTokenizer, tmp_path / "saved").chat_template == CHATML
 
 
 def test_the_configuration_of_a_head_of_its_own_says_so(tmp_path):

@@ -65,7 +65,9 @@ def test_imitated_tokens_are_those_of_the_whole(kind):
         messages = talk(*texts)
         whole = whole_tokens(tokenizer, messages)
         if tokenizer.chat_template:
-            assert whole == tokenizer.apply_chat_template(messages, return_dict=False)
+            given = messages if kind != "parts" else [{**message, "content": [{"type": "text", "text": text}]}
+                                                      for message, text in zip(messages, texts)]
+            assert whole == tokenizer.apply_chat_template(given, return_dict=False)
         for turns in ("last", "all"):
             found = imitated_tokens(tokenizer, messages, turns=turns)
             row, end = [*found.prompt, *found.target], template_end(tokenizer)
