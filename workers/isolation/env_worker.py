@@ -45,7 +45,11 @@ class EnvironmentHandler(Handler):
         return answer
 
     def forget(self, key: int) -> None:
-        self.instances.pop(key, None)
+        """Drop an environment. One with a plain method `close` is closed, as Gymnasium's are."""
+        close = getattr(self.instances.pop(key, None), "close", None)
+        if callable(close) and not inspect.iscoroutinefunction(close):
+            with guarded(lambda _: None):
+                close()
 
     async def _wait(self, call: Message, environment: Any, turn: Awaitable[Any], index: int) -> Message:
         answer: Message = {}
@@ -82,7 +86,7 @@ class EnvironmentHandler(Handler):
         return True
 
     def _failure(self, call: Message, error: BaseException) -> Message:
-        self.instances.pop(call["key"], None)
+        self.forget(call["key"])
         return {"error": _utf8(f"{type(error).__name__}: {error}"[:1000])}
 
 

@@ -34,9 +34,14 @@ class OpenEnv:
         as JSON; `reset` what a reset gets besides the seed. `wrong_action` is the reward for a turn whose action it
         does not take."""
         self.action, self.show, self.wrong_action = action, show, wrong_action
-        self.session = connect(f"ws{server.removeprefix('http').rstrip('/')}/ws", max_size=_LARGEST, proxy=None)
+        self.session = connect(f"ws{server.removeprefix('http').rstrip('/')}/ws", max_size=_LARGEST, proxy=None,
+                               close_timeout=1)
         own = int(seed) if seed.isdigit() else zlib.crc32((seed or question).encode())
-        self.shown = self._shown(self._ask("reset", {"seed": own % 2**31, **(reset or {})}))
+        try:
+            self.shown = self._shown(self._ask("reset", {"seed": own % 2**31, **(reset or {})}))
+        except BaseException:
+            self.close()
+            raise
 
     def start(self) -> str:
         return self.shown
@@ -49,6 +54,12 @@ class OpenEnv:
         except ValueError as error:
             return Turn(f"This is no action: {error}"[:1000], reward=self.wrong_action)
         return Turn(self._shown(done), bool(done.get("done")), float(done.get("reward") or 0.0))
+
+    def close(self) -> None:
+        """End the session, of which the server has only so many."""
+        with contextlib.suppress(ConnectionClosed):
+            self.session.send(json.dumps({"type": "close"}))
+        self.session.close()
 
     def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         """Send a message and return the data of its answer. Raises ValueError: the action is wrong; OSError: any other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import re
 import subprocess
@@ -81,7 +82,7 @@ def address(request, tmp_path):
                     "code": "CAPACITY_REACHED", "message": "Server at capacity: 3/3 sessions active."}}))
                 return
             answers = answers_of({})
-            for message in map(json.loads, socket):
+            for message in itertools.takewhile(lambda each: each["type"] != "close", map(json.loads, socket)):
                 socket.send(json.dumps(answers[message["type"]](message["data"])))
             room.release()
 
@@ -133,6 +134,12 @@ def test_actions_as_json(address, play):
 def test_its_beginning(address, player):
     say = player("openenv:OpenEnv", {"server": address, "show": "text", "reset": {"most": 5}}, starts=True)
     assert say(0, "", question="guess") == Turn("Guess a number from 0 to 5.", True)
+
+
+def test_sessions_end_with_their_rows(address, player):
+    say = player("openenv:OpenEnv", {"server": address, "show": "text"}, safe=True, processes=1, starts=True)
+    shown = [say(row, "", question="guess") for row in range(12)]  # the server has three sessions
+    assert shown == [Turn("Guess a number from 0 to 9.", True)] * 12
 
 
 def test_what_fails_costs_its_own_row(address, play):
