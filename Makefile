@@ -79,7 +79,7 @@ $(VENV)/checks: $(VENV)/dev
 	touch $@
 
 test-engines: $(ENGINES)/installed sglang-env
-	DISTFLOW_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python -m pytest tests/engines \
+	DISTFLOW_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python -m pytest --dist loadfile -n 2 tests/engines \
 		|| { test $$? = 1 && DISTFLOW_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python $(FAILED_AGAIN_ALONE) tests/engines; }
 
 # torchvision, torchaudio and torchcodec come from PyPI for CUDA, and keep vLLM from being imported.
