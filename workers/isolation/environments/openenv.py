@@ -37,11 +37,10 @@ class OpenEnv:
         self.session = connect(f"ws{server.removeprefix('http').rstrip('/')}/ws", max_size=_LARGEST, proxy=None,
                                close_timeout=1)
         own = int(seed) if seed.isdigit() else zlib.crc32((seed or question).encode())
-        try:
+        with contextlib.ExitStack() as refused:
+            refused.callback(self.close)
             self.shown = self._shown(self._ask("reset", {"seed": own % 2**31, **(reset or {})}))
-        except BaseException:
-            self.close()
-            raise
+            refused.pop_all()
 
     def start(self) -> str:
         return self.shown
