@@ -30,6 +30,10 @@ def why_refused(config: dict[str, Any]) -> str:
     return ""
 
 
+_RENAMED = {"mrope": "default", "su": "longrope"}
+"""Older names of kinds of scaling."""
+
+
 def why_contradictory(config: dict[str, Any]) -> tuple[str, str]:
     """Return what a configuration says twice of rotary embeddings, of which transformers takes one without a word, and
     the remedy; empty texts if nothing."""
@@ -45,7 +49,8 @@ def why_contradictory(config: dict[str, Any]) -> tuple[str, str]:
         if kind in (None, "default") and (factor := rope.get("factor")) not in (None, 1):
             return (f"`{key}` has `factor: {factor}` without a kind of scaling, and transformers scales nothing",
                     'Name it in its config.json, such as  "rope_type": "yarn" , or take `factor` out.')
-    kinds = {rope.get("rope_type", rope.get("type", "default")) for _, rope in named}
+    kinds = {_RENAMED.get(kind, kind) for _, rope in named
+             for kind in [rope.get("rope_type") or rope.get("type") or "default"]}
     if len(kinds) > 1:
         return ("`rope_scaling` and `rope_parameters` name different kinds of scaling, of which transformers takes the "
                 "first", "Take the wrong one out of its config.json.")

@@ -276,11 +276,13 @@ def _beyond_embedding(spec: Spec, role: str, file: Path) -> Diagnostic | None:
 
 
 def _special_tokens(folder: Path) -> list[str]:
-    """Return the special tokens, such as `pad_token`, that a tokenizer's configuration names: transformers adds those
-    that the vocabulary lacks behind it."""
+    """Return the special tokens that a run uses, such as `pad_token`, and that a tokenizer's configuration names:
+    transformers adds those that the vocabulary lacks behind it. The older map counts where the configuration lists no
+    tokens."""
+    config = settings_in(folder / "tokenizer_config.json")
+    older = {} if "added_tokens_decoder" in config else settings_in(folder / "special_tokens_map.json")
     named = {key: value.get("content") if isinstance(value, dict) else value
-             for file in ("tokenizer_config.json", "special_tokens_map.json")
-             for key, value in settings_in(folder / file).items() if key.endswith("_token")}
+             for key, value in (older | config).items() if key in ("pad_token", "bos_token", "eos_token")}
     return [*dict.fromkeys(value for value in named.values() if isinstance(value, str))]
 
 

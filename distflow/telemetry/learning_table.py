@@ -270,7 +270,7 @@ READINGS = (
     Reading("reward_failures", REWARD, "*/failed", 0.1,
             "The {name} fails for {value:.0%} of the samples, which leave the step",
             "the {name} raises or takes too long; what is left of the batch to learn from is a skewed choice",
-            "the reason is in  events.jsonl ; a longer limit is  nodes.*.with.limit=600", per="samples"),
+            "the reason is in  events.jsonl ; where it takes too long, a longer  limit  at its node", per="samples"),
     Reading("reward_noise", REWARD, "reward/inconsistent", 0.25,
             "{value:.0%} of the completions that equal another one to their prompt earn something else",
             "the reward is noise: a judge that contradicts itself, a sandbox that fails now and then, verdicts kept "

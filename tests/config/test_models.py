@@ -183,6 +183,7 @@ def test_tokens_without_a_row_of_the_embedding_are_refused(tmp_path, added, rows
 @pytest.mark.parametrize(("file", "rows", "refused"), [
     ({"pad_token": "[PAD]"}, 2, True), ({"pad_token": {"content": "[PAD]"}}, 2, True),
     ({"eos_token": "</eos>"}, 3, False),
+    ({"unk_token": "<unk>", "response_token": "###"}, 2, False),
     ({"pad_token": "b", "add_bos_token": True}, 2, False), ({"pad_token": None, "boi_token": "<image>"}, 2, False)])
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
 def test_special_tokens_without_a_row_of_the_embedding_are_refused(tmp_path, file, rows, refused, name):
@@ -192,6 +193,15 @@ def test_special_tokens_without_a_row_of_the_embedding_are_refused(tmp_path, fil
     (tmp_path / "model" / name).write_text(json.dumps(file))
     spec = load_for_planning("grpo.yaml", None, [f"roles.actor.model={model}"])
     assert any("tokens beyond the" in str(mistake) for mistake in spec.mistakes) == refused
+
+
+def test_special_tokens_of_a_map_that_transformers_does_not_read_are_none(tmp_path):
+    model = tokenizer(tmp_path / "model", {"a": 0, "b": 1}, {})
+    for name, content in (("config", {"vocab_size": 2}), ("special_tokens_map", {"pad_token": "[PAD]"}),
+                          ("tokenizer_config", {"pad_token": "b", "added_tokens_decoder": {}})):
+        (tmp_path / "model" / f"{name}.json").write_text(json.dumps(content))
+    spec = load_for_planning("grpo.yaml", None, [f"roles.actor.model={model}"])
+    assert not any("tokens beyond the" in str(mistake) for mistake in spec.mistakes)
 
 
 def tokenizer(folder: Path, words: dict[str, int] | list[list], added: dict[str, int]) -> str:

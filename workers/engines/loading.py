@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from transformers import (
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from distflow.config.dag import Head
-from distflow.config.model_code import code_of, read_json, refusal
+from distflow.config.model_code import code_of, refusal, settings_in
 from distflow.config.run import Model
 from distflow.config.shipped import find
 from distflow.config.sizes import POSITIONS
@@ -119,16 +120,14 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a tokenizer by the files that it was read from, as they are: transformers 5 would write them without
     tokenizer.model, and in a form that version 4 does not read."""
     source = Path(tokenizer.name_or_path) if tokenizer.name_or_path else None
-    files = _tokenizer_files(source) if source else []
+    files = _tokenizer_files(source, tokenizer.vocab_files_names.values()) if source else []
     for file in files:
         copied = folder / file.relative_to(source or folder)
         copied.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copied)
     if not files:
         tokenizer.save_pretrained(folder)
-    if not (folder / _TOKENIZER_CONFIG).is_file():
-        return
-    settings, read = read_json(folder / _TOKENIZER_CONFIG), _read(AutoTokenizer, folder)
+    settings, read = settings_in(folder / _TOKENIZER_CONFIG), _read(AutoTokenizer, folder)
     if tokenizer.chat_template and not read.chat_template:  # it was the processor's
         (folder / "chat_template.jinja").write_text(str(tokenizer.chat_template), encoding="utf-8")
     if type(read) is not type(tokenizer) or settings.get("tokenizer_class") == "TokenizersBackend":
@@ -137,11 +136,13 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         settings["additional_special_tokens"] = special
         del settings["extra_special_tokens"]
     settings.pop("auto_map", None)  # the code that it names is not there
-    (folder / _TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    if settings:
+        (folder / _TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _tokenizer_files(folder: Path) -> list[Path]:
-    return [file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()]
+def _tokenizer_files(folder: Path, others: Iterable[str]) -> list[Path]:
+    """Return a folder's files of a tokenizer. `others`: names that its class has for some."""
+    return [*{file for pattern in (*_TOKENIZER_FILES, *others) for file in folder.glob(pattern) if file.is_file()}]
 
 
 def source_folder(spec: Spec, model: Model) -> Path | None:

@@ -228,15 +228,19 @@ class ModelWriter:
 
 
 Rows = Sequence[tuple[Tensor, Tensor]]  # prompt and response of each row
+_TEXT = "text_config"
 _DAMAGED = "the written model is damaged: tensor `{}` in {} {}"
 
 
 def _with_changes(file: dict[str, Any], read: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a file, with those that differ from what was `read` of it."""
+    """Return the settings of a file, with those that differ from what was `read` of it. Those of a text model that the
+    file has at its top level, as Qwen2-VL's does, stay there."""
     changed = {key: value for key, value in settings.items() if value != read.get(key) and not key.startswith("_")}
     nested = {key: _with_changes(file[key], read[key], value) for key, value in changed.items()
-              if all(isinstance(each, dict) for each in (file.get(key), read.get(key), value))}
-    return file | changed | nested
+              if key.endswith("_config")
+              and all(isinstance(each, dict) for each in (file.get(key), read.get(key), value))}
+    of_text = changed.pop(_TEXT, {}) if _TEXT not in file and isinstance(read.get(_TEXT), dict) else {}
+    return file | (_with_changes({}, read[_TEXT], of_text) if of_text else {}) | changed | nested
 
 
 def _compare(name: str, written: ModelFiles, expected: Tensor, origin: str) -> None:

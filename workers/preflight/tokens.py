@@ -251,7 +251,8 @@ class _TokenTrial:
 
     def _dates(self) -> Iterator[FailedProof]:
         template = str(self.tokenizer.chat_template or "")
-        today = [datetime.now().strftime(form) for _, form in _CLOCK.findall(template)]
+        fixed = str([*self.options.values()])  # also where it is today's
+        today = [day for _, form in _CLOCK.findall(template) if (day := datetime.now().strftime(form)) not in fixed]
 
         def named(each: _Rendered) -> str:
             return next((day for day in today if day in each.text), "")

@@ -203,6 +203,20 @@ def test_a_processors_chat_template_is_the_tokenizers(tmp_path, name):
     tokenizer = read_tokenizer(tmp_path)
     save_tokenizer(tokenizer, tmp_path / "saved")
     assert tokenizer.chat_template == _read(AutoTokenizer, tmp_path / "saved").chat_template == CHATML
+    (tmp_path / "tokenizer_config.json").unlink()
+    save_tokenizer(read_tokenizer(tmp_path), tmp_path / "further")
+    assert _read(AutoTokenizer, tmp_path / "further").chat_template == CHATML
+
+
+def test_a_saved_tokenizer_has_the_files_that_its_class_names(tmp_path):
+    source, saved = tmp_path / "source", tmp_path / "saved"
+    source.mkdir()
+    (source / "config.json").write_text('{"model_type": "gpt_neox_japanese"}')
+    (source / "vocab.txt").write_text("<|endoftext|>\n<|startoftext|>\na\n<SP>\n")
+    (source / "emoji.json").write_text('{"emoji": {}, "emoji_inv": {}}')
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "GPTNeoXJapaneseTokenizer"}')
+    save_tokenizer(read_tokenizer(source), saved)
+    assert (saved / "emoji.json").is_file()
 
 
 def test_the_configuration_of_a_head_of_its_own_says_so(tmp_path):

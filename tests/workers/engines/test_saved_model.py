@@ -196,6 +196,32 @@ def test_save_pretrained_of_a_value_model_leaves_out_the_vocabulary_head(alone, 
     assert ModelFiles(source).keys() ^ ModelFiles(tmp_path / "model").keys() == {"lm_head.weight", "score.weight"}
 
 
+def test_save_pretrained_of_a_value_model_names_one_label(alone, tmp_path):
+    source = source_of("llama", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    labels = {"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}}
+    (source / "config.json").write_text(json.dumps(config | labels))
+    written = json.loads((saved_by(source, head="value") / "config.json").read_text())
+    assert [len(written[name]) for name in labels] == [1, 1]
+
+
+def test_save_pretrained_writes_settings_of_a_text_model_where_its_source_has_them(alone, tmp_path):
+    """Qwen2-VL's are at the top level; version 4 of transformers takes those of a `text_config` alone."""
+    vision = {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 32, "mlp_ratio": 1}
+    text = {**SIZES, "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e6}}
+    config = CONFIG_MAPPING["qwen2_vl"](text_config=text, vision_config=vision, image_token_id=268)
+    source = source_of("qwen2_vl", tmp_path / "source", kind=AutoModelForImageTextToText, config=config)
+    flat = json.loads((source / "config.json").read_text())
+    rope = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}
+    (source / "config.json").write_text(json.dumps(flat | {
+        key: value for key, value in flat.pop("text_config").items() if key not in ("rope_parameters", "model_type")}
+        | rope | {"tie_word_embeddings": True}))
+    written = json.loads((saved_by(source, freeze=["*visual*"]) / "config.json").read_text())
+    assert "text_config" not in written
+    assert {key: written[key] for key in rope} == rope
+    assert written["tie_word_embeddings"] is False
+
+
 def test_save_pretrained_of_a_multimodal_model_keeps_its_names(alone, tmp_path):
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
               "image_size": 28, "patch_size": 14}
