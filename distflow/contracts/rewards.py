@@ -334,8 +334,11 @@ def _find(spec: Spec, wanted: Iterable[Term], mistakes: list[Diagnostic]) -> dic
         for module in users:
             if module_file(module) is not None:
                 decorators.load_module(module)
-        found |= {name: read_contract("reward", function) for name, function in decorators.REWARDS.items()
-                  if name not in found and name not in unread}
+        for name, function in decorators.REWARDS.items():
+            try:
+                found |= {} if name in found or name in unread else {name: read_contract("reward", function)}
+            except InvalidInput as error:
+                mistakes += error.mistakes * (name in named)
     return found
 
 

@@ -169,9 +169,10 @@ def _odd_texts(spec: Spec, name: str, records: Records) -> Iterator[str]:
         yield f"{len(rejected)} of {read} records of {name} have `label: false`, such as " \
               f"{records.location(rejected[0])}, and are imitated as the others are. Leave them out " \
               "of the file."
-    for role in spoken.keys() - {"system", "user", "assistant", "tool"}:
-        yield f"a message of {name} has the role {abbreviated(role)}, at {records.location(spoken[role])}, which is " \
-              "written as it is. Roles of most models: system, user, assistant, tool."
+    if odd := [role for role in spoken if role not in ("system", "user", "assistant", "tool")]:
+        others = f" (and {len(odd) - 1} more have others)" * (len(odd) > 1)
+        yield f"a message of {name} has the role {abbreviated(odd[0])}, at {records.location(spoken[odd[0]])}" \
+              f"{others}, which is written as it is. Roles of most models: system, user, assistant, tool."
     later = next((node for node, each in spec.dag.nodes.items() if each.function in _RENDERING), None)
     if own and later:
         raise InvalidInput(Diagnostic(f"the record has `{VARIABLES}` of its own, and node `{later}` renders other "

@@ -136,7 +136,8 @@ def _with_mask(value: Any, record: Record) -> Any:
     """Return messages with what the record's `loss_mask` says of each, as LLaMA-Factory has it: 1 if it is learned. The
     system's may be left out. Raises InvalidInput: it is none, or a message is to be learned in part, or somewhat."""
     turns = [turn for turn in value if isinstance(turn, dict)] if isinstance(value, list) else []
-    odd = ((name, turn[name]) for turn in turns for name in LEARNED if turn.get(name) not in (None, 0, 1))
+    odd = ((name, turn[name]) for turn in turns for name in LEARNED if turn.get(name) not in (None, 0, 1)
+           and _role(_own_role(turn) or turn.get("from")) == "assistant")
     for name, weight in odd:
         raise InvalidInput(Diagnostic(f"a message has `{name}` {abbreviated(weight)}; a message is learned (1), or it "
                                       "is not (0)", None, "Write one of these, or take it out."))
@@ -289,7 +290,7 @@ def _tool_calls(calls: Any) -> Any:
     """Return calls of tools, of which each, or all, may be JSON text; one alone is a list of one. Raises InvalidInput:
     there is another text."""
     read = (_parsed(calls) if calls.strip() not in ("", "null") else []) if isinstance(calls, str) else calls
-    read = [read] if isinstance(read, dict) else read
+    read = [read] * any(each is not None for each in read.values()) if isinstance(read, dict) else read
     read = [_parsed(call) if isinstance(call, str) else call for call in read] if isinstance(read, list) else None
     if read is None or None in read and read != calls:
         what = '`tool_calls` of a message must be a list as [{"function": {"name": …, "arguments": {…}}}], or JSON text'

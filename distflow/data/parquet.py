@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -177,10 +178,14 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
+_CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1f]")
+
+
 def _text(value: Any) -> Any:
-    """Return the text that bytes are, as Spark and Hive write columns of text; others, such as images, stay bytes."""
+    """Return the text that bytes are, as Spark and Hive write columns of text; others, such as images, stay bytes, and
+    so do those with control characters."""
     try:
-        return value.decode() if isinstance(value, bytes) else value
+        return value.decode() if isinstance(value, bytes) and not _CONTROL.search(value) else value
     except UnicodeDecodeError:
         return value
 

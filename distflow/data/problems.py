@@ -321,17 +321,24 @@ def _message(message: Message, data: Data) -> Message:
     return found
 
 
+_ARGUMENTS, _OF_CALLS = ("arguments", "args", "parameters", "input"), {"name", "id", "type", "index"}
+"""Names of a call's arguments, and what else a call without any has."""
+
+
 def with_parsed_arguments(call: Any) -> Any:
     """Return a call of a tool with arguments as templates want them: an object, also if they are the JSON text of one,
-    or of that text, or if there are none."""
+    or of that text, or if there are none. LangChain calls them `args`, Llama 3 `parameters`, Anthropic `input`."""
     if not isinstance(call, dict):
         return call
     if isinstance(called := call.get("function"), dict):
         return {**call, "function": with_parsed_arguments(called)}
-    given = call.get("arguments")
-    if "name" not in call or not isinstance(given, str | None):
+    key = next((each for each in _ARGUMENTS if call.get(each) is not None), "arguments")
+    given = call.get(key)
+    unknown = given is None and "arguments" not in call and call.keys() - _OF_CALLS
+    if "name" not in call or unknown or not isinstance(given, str | dict | None):
         return call
-    found: Any = (given or "").strip() or {}
+    call = {name: value for name, value in call.items() if name != key}
+    found: Any = given.strip() or {} if isinstance(given, str) else given
     for _ in range(2):
         found = parsed_arguments(found) if isinstance(found, str) else found
     return {**call, "arguments": {} if found is None else found if isinstance(found, dict) else given}

@@ -196,6 +196,8 @@ class JsonRecords(TextRecords):
 
     def _read(self, index: int) -> Record:
         text = self._decoded(index)
+        if (hole := text.find("\0")) >= 0:
+            raise InvalidInput(Diagnostic("not valid JSON: byte 0x00", self._at(index, text, hole, 1), _CUT))
         try:
             record = json.loads(text.rstrip().removesuffix(","), object_pairs_hook=_object, strict=False)
         except json.JSONDecodeError as error:
@@ -210,12 +212,14 @@ class JsonRecords(TextRecords):
         return record
 
 
+_CUT = "The file ends within a record: it is still being written, or its download was cut."
+
+
 def _why_malformed(error: json.JSONDecodeError, last: bool = True) -> str:
-    if error.doc[error.pos : error.pos + 1] == "'":
+    if error.doc[error.pos : error.pos + 1] == "'" and "delimiter" not in error.msg:
         return "Python has printed it. Write each record by  json.dumps(record)"
     ended = last and (error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string"))
-    return "The file ends within a record: it is still being written, or its download was cut." \
-        if ended or "\0" in error.doc else ""
+    return _CUT if ended or "\0" in error.doc else ""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

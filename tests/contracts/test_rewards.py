@@ -280,7 +280,9 @@ def test_a_reward_that_cannot_be_stops_no_other_of_its_module(planned, tmp_path,
         "from distflow import reward\n@reward\ndef odd(completions, answer):\n    return [1.0]\n"
         "@reward\ndef good(completion, answer):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "passing_on.py").write_text("from mine_of_two import good\n")
     assert "answers" in planned("mine_of_two:good", imports="mine_of_two")
+    assert "answers" in planned("passing_on:good", imports="passing_on")
     with pytest.raises(InvalidInput, match="reward `odd` has parameter `answer`, of one sample"):
         planned("mine_of_two:odd", imports="mine_of_two")
 

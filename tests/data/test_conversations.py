@@ -19,6 +19,7 @@ from distflow.data.problems import (
     mend_text,
     mended_record,
     messages_of,
+    with_parsed_arguments,
 )
 from distflow.errors import InvalidInput
 
@@ -94,6 +95,10 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {  # turns of 
                             [ASKED[1], CALLED, RESULT, SAID])
        for name, calls in (("JSON text", json.dumps(CALLED["tool_calls"])), ("a list of JSON texts", [
            json.dumps(CALLED["tool_calls"][0])]), ("one mapping", CALLED["tool_calls"][0]))},
+    "calls that a table has as a mapping of nulls": (
+        {"messages": [*TURNS[:-1], {**SAID, "tool_calls": {"function": None, "id": None}}]}, [*TURNS[:-1], SAID]),
+    "a weight of what nobody learns": ({"messages": [{**ASKED[1], "weight": 0.5}, SAID]},
+                                       [{**ASKED[1], "weight": 0.5}, SAID]),
     "calls that are none as JSON text": ({"messages": [*TURNS[:-1], {**SAID, "tool_calls": "[]"}]},
                                          [*TURNS[:-1], SAID]),
     "roles of other data sets": ({"messages": [{"role": "prompter", "content": "1 + 1?"}, {**SAID, "role": "AI"}]},
@@ -150,10 +155,12 @@ def test_rejected_answers_are_noted_where_answers_are_imitated(tmp_path):
 
 
 def test_a_role_that_no_template_knows_is_noted(tmp_path):
-    turns = [{"role": "reader", "content": "1 + 1?"}, *TURNS[1:]]
+    turns = [{"role": "reader", "content": "1 + 1?"}, {"role": "listener", "content": "?"}, *TURNS[1:]]
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"messages": each}) for each in (TURNS, turns)))
     notes = check_data(load("sft", None, [f"data.train={tmp_path / 'data.jsonl'}", "data.batch=1"]))
-    assert [note for note in notes if "the role 'reader', at" in note and "data.jsonl:2, which is written" in note]
+    told, = (note for note in notes if "has the role" in note)
+    assert "the role 'reader', at" in told
+    assert "data.jsonl:2 (and 1 more have others), which is written" in told
 
 
 @pytest.mark.parametrize(("text", "noted"), [
@@ -220,6 +227,15 @@ def test_calls_of_tools_have_their_arguments_as_objects(arguments, read_as):
     for message in messages_of(record, Data(train="", question="messages")):
         for each in message.get("tool_calls", []):
             assert each["function"]["arguments"] == read_as
+
+
+@pytest.mark.parametrize(("call", "read_as"), [
+    ({"name": "add", "args": {"a": 3}, "id": "c", "type": "tool_call"}, {"a": 3}),  # LangChain
+    ({"name": "add", "parameters": '{"a": 3}'}, {"a": 3}), ({"name": "now", "id": "c"}, {}),
+    ({"name": "add", "kwargs": {"a": 3}}, None)])
+def test_calls_of_tools_have_arguments_by_other_names_and_none_that_nobody_knows(call, read_as):
+    assert with_parsed_arguments(call).get("arguments") == read_as
+    assert with_parsed_arguments({"function": call})["function"].get("arguments") == read_as
 
 
 @pytest.mark.parametrize(("text", "mended"), [

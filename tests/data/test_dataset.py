@@ -64,6 +64,7 @@ def test_a_long_file_is_not_read_into_memory(tmp_path):
     ('{"question": "1?", "answer": NaN}', "field `answer` must be a finite number, not nan."),
     ('{"question": "1?", "answer": 1e400}', "field `answer` must be a finite number, not inf."),
     ('{"question": "1?", "answer": [Infinity]}', "field `answer` must be text, a number, or a list or a mapping"),
+    ('{"question": "1\0\0?", "answer": "1"}', "The file ends within a record"),
     ("{'question': '1?', 'answer': '1'}", "Python has printed it. Write each record by  json.dumps(record)"),
     ('{"question": "1?", "answer": "1', "The file ends within a record"),
     ('{"question": "1?", "answer": "' + "y" * 200_000, "The file ends within a record"),

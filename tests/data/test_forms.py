@@ -237,10 +237,11 @@ def test_the_fields_that_a_table_has_are_proposed(tmp_path, fields, line):
 
 def test_text_that_a_table_has_as_bytes_is_text(tmp_path):
     """As Spark and Hive write it; what is no text stays bytes."""
-    table = {"question": [b"1 + 1?"], "answer": ["2"], "hints": [["Zähle.".encode()]], "picture": [b"\x89PNG"]}
+    picture = b"P6\n1 1\n3\n\x01\x02\x03"
+    table = {"question": [b"1 + 1?"], "answer": ["2"], "hints": [["Zähle.".encode()]], "picture": [picture]}
     parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
     record = open_records(tmp_path / "a.parquet", Data(train="", columns=["hints", "picture"])).get([0])[0]
-    assert record == {"question": "1 + 1?", "answer": "2", "hints": ["Zähle."], "picture": b"\x89PNG"}
+    assert record == {"question": "1 + 1?", "answer": "2", "hints": ["Zähle."], "picture": picture}
 
 
 def test_numbers_and_dates_of_tables_are_answers(tmp_path):

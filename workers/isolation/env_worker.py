@@ -46,9 +46,10 @@ class EnvironmentHandler(Handler):
 
     def forget(self, key: int) -> None:
         """Drop an environment. One with a plain method `close` is closed, as Gymnasium's are."""
-        close = getattr(self.instances.pop(key, None), "close", None)
-        if callable(close) and not inspect.iscoroutinefunction(close):
-            with guarded(lambda _: None):
+        dropped = self.instances.pop(key, None)
+        with guarded(lambda _: None, BaseException):
+            close = getattr(dropped, "close", None)
+            if callable(close) and not inspect.iscoroutinefunction(close):
                 close()
 
     async def _wait(self, call: Message, environment: Any, turn: Awaitable[Any], index: int) -> Message:

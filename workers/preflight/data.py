@@ -180,7 +180,7 @@ def _called_functions(asked: str | list[Message]) -> Iterator[dict[str, Any]]:
 
 def _wrong_arguments(call: Record) -> str:
     """Return the arguments of a call as a message shows them if they are no JSON object; "" if they are one."""
-    given = with_parsed_arguments({"name": "", **call})["arguments"]
+    given = with_parsed_arguments({"name": "", **call}).get("arguments")
     return "" if isinstance(given, dict) else shortened(str(given))
 
 
