@@ -30,6 +30,19 @@ from distflow.telemetry import heartbeat
 heartbeat.current().tick()
 print(heartbeat.current().read().progress)
 """
+FORGOTTEN = """
+import gc, os, subprocess, sys
+sys.path.insert(0, sys.argv[1])
+import warm
+
+OWN = "import gc, tempfile; own = tempfile.TemporaryFile(); gc.unfreeze(); gc.collect(); own.seek(0); print('open')"
+subprocess._fork_exec = warm.fork_or_execute
+gc.disable()
+circle = [os.fdopen(os.dup(0))]
+circle.append(circle)
+del circle
+print(subprocess.run([sys.executable, "-c", OWN], capture_output=True, text=True).stdout, end="")
+"""
 
 
 def test_a_shared_fork_server_has_its_own_environment(tmp_path):
@@ -38,6 +51,13 @@ def test_a_shared_fork_server_has_its_own_environment(tmp_path):
     done = subprocess.run([sys.executable, "shared.py", str(Path(__file__).parent)], cwd=tmp_path, env=kept,
                           capture_output=True, text=True, check=True)
     assert done.stdout == "1 ERROR\n"
+
+
+def test_what_is_freed_of_the_parents_closes_no_file_of_a_fork(tmp_path):
+    (tmp_path / "forgotten.py").write_text(FORGOTTEN)  # vLLM unfreezes when an engine is closed
+    done = subprocess.run([sys.executable, "forgotten.py", str(Path(__file__).parent)], cwd=tmp_path,
+                          capture_output=True, text=True, check=True)
+    assert done.stdout == "open\n", done.stderr
 
 
 def test_commands_that_are_forked_have_their_own_heartbeat(tmp_path, ready):

@@ -76,10 +76,13 @@ def fork_or_execute(words: list[Any], executables: tuple[bytes, ...], close: boo
         if prepare:
             prepare()
         if close:
+            nothing = os.open(os.devnull, os.O_RDWR)
             for descriptor, file in _files().items():
                 # What a fork has at once and its parent has not are pipes of libuv, which each later fork renews.
-                if file in known and descriptor not in {0, 1, 2, *kept} - {told}:
-                    os.close(descriptor)
+                if file in known and descriptor not in {0, 1, 2, nothing, *kept} - {told}:
+                    # Its number stays taken: an object of the parent's that is freed later closes it by number.
+                    os.dup2(nothing, descriptor, inheritable=False)
+            os.close(nothing)
         if variables is not None:
             os.environ.clear()
             os.environ.update(dict(os.fsdecode(each).split("=", 1) for each in variables))
