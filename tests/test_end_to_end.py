@@ -112,3 +112,7 @@ def test_a_run_that_gets_no_better_ends_and_keeps_its_best(launch, workspace):
     assert "in 4 validations" in again.stdout, "a resumed run knows what was best"
     lines = lines_of(workspace / "runs/patient/metrics.jsonl")
     assert [line["step"] for line in lines if "validation/heldout" in line] == [0, 1, 2, 3, 4]
+    launch(2, "--resume", "runs/patient", "validation.reward=math", "validation.patience=2")
+    lines = lines_of(workspace / "runs/patient/metrics.jsonl")
+    steps = [line["step"] for line in lines if "validation/heldout" in line]
+    assert steps == [*range(8)], "another reward has no best mean yet"

@@ -4,7 +4,7 @@ import json
 
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 LORA = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", "roles.actor.lora={rank: 4}",
@@ -29,3 +29,7 @@ def test_a_run_leaves_a_merged_model_and_an_adapter(launch, workspace):
         before, expected = base(tokens).logits, merged(tokens).logits
         assert (before - expected).abs().max() > 1e-3
         assert torch.allclose(PeftModel.from_pretrained(base, folder / "adapter")(tokens).logits, expected, atol=1e-5)
+    weights = workspace / "runs/base/model/model.safetensors"
+    save_file({name: 0.5 * tensor for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    refused = launch(1, "--resume", "runs/tuned", "steps=3", code=1).stderr
+    assert "the frozen weights of role actor are not those that the run began with" in refused

@@ -17,7 +17,7 @@ from distflow.config.spec import Spec
 from distflow.contracts.nodes import TARGETS, samples, token_columns
 from distflow.data.batch import ColumnData, Ragged, encode_text
 from distflow.data.checks import training_fields
-from distflow.data.data_files import data_files
+from distflow.data.data_files import data_files, frozen_weights
 from distflow.data.dataloader import ONE, Dataloader, Encode, Mixture, UsableRecords
 from distflow.data.dataset import LabelledRecords, OversizedImage, Record, open_images, open_training_sets
 from distflow.data.problems import (
@@ -250,4 +250,5 @@ def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: 
     names = [each.name for each in opened if isinstance(each, LabelledRecords)]
     records = Mixture(sets, data.turns, names)
     encode = encoder(tokenizer, data, token_columns(spec), images, samples(spec), ends)
-    return Dataloader(records, encode, data.batch, spec.run.seed, share, layout, data_files(spec, training))
+    return Dataloader(records, encode, data.batch, spec.run.seed, share, layout,
+                      data_files(spec, training) | frozen_weights(spec))

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.config.loggers import loggers_of
 from distflow.data.batch import Ragged, is_text, to_list
+from distflow.data.data_files import HELD_OUT
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import barrier, gather, gather_values
 from distflow.errors import StepFailed, quoted
@@ -46,6 +47,7 @@ _POLL_INTERVAL = 0.2  # seconds between two looks at validations that are awaite
 _REPORT_TIMEOUT = 60.0  # seconds for the report at the end
 _SHOWN = ("questions", "answers", "completions", "rewards")
 _LOGPROBS = ("rollout_logprobs", "actor_logprobs", "reference_logprobs")
+_LOOKS = ("every", "patience", "best")  # settings that do not change what a validation measures
 _WHOLE = ("group", "responses", "turns", "environment_rewards", REWARD_PARTS, "advantages")
 _BESIDE = (ROW, *_WHOLE, *_LOGPROBS)
 """Columns whose rows are in `samples.jsonl`; the second ones if they have the same layout as the first."""
@@ -72,7 +74,7 @@ class Sink:
                 self.part.parent.mkdir(exist_ok=True)
         self.progress = StepProgress(plan.name, spec.run.steps, resumed_at or 0) if self.folder else None
         self.resumed, self.began, self.done = resumed_at is not None, 0.0, resumed_at or 0
-        self.best, self.worse, self.over = self._best_so_far()
+        self.best, self.worse, self.over = -math.inf, 0, ""
         self.validated: dict[str, float] = {}  # what validations have found that detectors have not seen
         self.fault: LearningFault | None = None  # what has ended the run, on rank 0
         self.stopped = False  # a detector has ended the run
@@ -92,12 +94,15 @@ class Sink:
 
     def _best_so_far(self) -> tuple[float, int, str]:
         """Return the best mean of the first validation set before this worker, how many validations came since, and
-        why one of them has ended the run under these settings. Collective."""
+        why one of them has ended the run under these settings. Means of another reward or other problems are not
+        compared. Collective."""
         means, why = dict[float, float](), ""
         if self.folder and self.resumed and self.run.validation:
             reader, name = RunReader(self.path), f"validation/{next(iter(self.run.validation.data))}"
-            means = {line["step"]: line[name] for line in reader.steps() if name in line}
-            why = next((event["why"] for event in reader.rows("events") if event.get("event") == _ENDED_EARLY
+            rows = reader.rows("events")
+            since = max((event["step"] for event in rows if _measures_otherwise(event)), default=0)
+            means = {line["step"]: line[name] for line in reader.steps() if name in line and line["step"] >= since}
+            why = next((event["why"] for event in rows if event.get("event") == _ENDED_EARLY
                         and event["mean"] == means.get(event["of_step"]) and event["limits"] == self._limits), "")
         values = [*means.values()]
         best = max(values, default=-math.inf)
@@ -113,6 +118,7 @@ class Sink:
     def start(self, step: int) -> bool:
         """Validate before the first step, or conclude the last again after a restart. Return whether the run ends."""
         events.current().step = step + 1
+        self.best, self.worse, self.over = self._best_so_far()
         over = False
         if not self.unconcluded:
             for line in (f"{self.plan.name}: writing to {self.path}", *(f"note: {note}" for note in self.plan.notes)):
@@ -335,6 +341,14 @@ class Sink:
             self._say(f"{self.plan.name}  step {outcome.step}: the best so far, but `best/` stays as it is: weights up "
                       f"to {lag:g} updates newer have answered, and were not kept")
         shutil.rmtree(candidate, ignore_errors=True)
+
+
+def _measures_otherwise(event: Mapping[str, Any]) -> bool:
+    """Return whether an event has changed what validations measure."""
+    if event.get("event") == "data_changed":
+        return event["data"].startswith(HELD_OUT)
+    changed = event["settings"] if event.get("event") == "settings_changed" else ()
+    return any(name.startswith("validation.") and name.split(".")[1] not in _LOOKS for name in changed)
 
 
 def _note_memory() -> None:

@@ -27,7 +27,7 @@ from distflow.recovery.object_store import Uploads
 from distflow.recovery.restore import FetchedShard, fetch_shard
 from distflow.recovery.snapshots import Slot, Snapshots, StateShard
 from distflow.recovery.worker_process import WorkerContext
-from distflow.telemetry import timeline
+from distflow.telemetry import events, timeline
 from distflow.telemetry.events import record
 from distflow.telemetry.metrics import current
 from workers.dock_source import Source
@@ -156,6 +156,7 @@ class TrainState:
         else:
             progress = self.load(checkpoint)
             record("state_restored", of_step=progress["step"], source="disk")
+        events.current().step = progress["step"] + 1
         self.source.load_state_dict(progress["source"])
         for name, version in progress.get("versions", {}).items():
             if name in self.roles:

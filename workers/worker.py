@@ -50,7 +50,7 @@ from workers.engines.devices import choose
 from workers.engines.role_engines import RoleEngines
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.tp_leader import TPFollowerEngine, TPLeader
-from workers.engines.trainer import schedule_jump
+from workers.engines.trainer import schedule_notes
 from workers.engines.weight_updates import WeightUpdates
 from workers.execution import InferenceExecutor
 from workers.inference import InferenceContext
@@ -185,8 +185,8 @@ def _describe_resumed(context: RankContext, step: int) -> None:
     before, spec_before, spec = reader.settings(), reload(context.path), context.spec
     for name in (name for name, role in spec.dag.roles.items() if role.trained):
         old, new = spec_before.settings_of(name) or RoleRun(), spec.settings_of(name) or RoleRun()
-        if jump := schedule_jump(name, old, new, step - 1, (spec_before.run.steps, spec.run.steps)):
-            events.show(f"note: {jump}")
+        for note in schedule_notes(name, old, new, step - 1, (spec_before.run.steps, spec.run.steps)):
+            events.show(f"note: {note}")
     RunFolder.describe(context.path, context.spec, context.plan)
     if changed := changed_settings(before, reader.settings()):
         events.current().step = step

@@ -38,7 +38,7 @@ from distflow.contracts.functions import find_functions
 from distflow.contracts.losses import check_losses, qualify_losses
 from distflow.contracts.rewards import check_rewards
 from distflow.contracts.templates import check_templates
-from distflow.errors import Diagnostic, InvalidInput, shown
+from distflow.errors import Diagnostic, InvalidInput, quoted, shown
 from distflow.plan import SOURCE
 
 _OTHER_MODEL = "Take a decoder that completes texts, as Qwen/Qwen3-0.6B: one that `AutoModelForCausalLM` loads."
@@ -196,6 +196,11 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str, bool]:
                 f"If it has, take adapter_config.json out of the folder.\n{hint}", False) if whole else \
             (f"`{shown(folder)}` has an adapter, and not the model that it belongs to", hint, False)
     if not has_config:
+        run = next((each for each in (folder, *folder.parents[:2]) if (each / "plan.json").is_file()), folder)
+        models = [each for each in sorted(run.glob("model*")) if (each / "config.json").is_file()]
+        if run != folder or models:
+            remedy = f"Instead:  {shown(models[0])}" if models else "A checkpoint is no model. This writes one:  " \
+                f"distflow export {quoted(shown(run))}"
         return f"`{shown(folder)}` is no model folder: it has no config.json", remedy, False
     if needs_code(folder):
         return *refusal(folder, f"`{shown(folder)}`"), False
@@ -226,13 +231,13 @@ def _merging(folder: Path) -> str:
     adapter = settings_in(folder / "adapter_config.json")
     base, classifier = str(adapter.get("base_model_name_or_path") or ""), adapter.get("task_type") == "SEQ_CLS"
     kind, labels = ("SequenceClassification", ", num_labels=1") if classifier else ("CausalLM", "")
-    merge = f"m = peft.AutoPeftModelFor{kind}.from_pretrained({str(folder)!r}{labels}).merge_and_unload()"
+    load = f"peft.AutoPeftModelFor{kind}.from_pretrained({str(folder)!r}{labels}, dtype='float32')"
     here = not base or Path(base).exists() or on_hub(base, "models")
     first = "" if here and not _ROUNDED.search(base) else \
         f"It names the model `{base}`, which is {'quantized' if here else 'not here'}. Write the whole one's in " \
         f"{shown(folder / 'adapter_config.json')}, as `base_model_name_or_path`.\n"
-    return f"{first}Merge both, and copy the tokenizer's files:  python -c \"import peft; {merge}; " \
-           "m.save_pretrained('merged')\""
+    return f"{first}Merge both, and copy the tokenizer's files:  python -c \"import peft; m = {load}" \
+           ".merge_and_unload(); m.save_pretrained('merged')\""
 
 
 def _quantized(folder: Path, how: Any) -> tuple[str, str, bool]:

@@ -1,8 +1,8 @@
-"""Identity of a run's data files: how many records each has, and a digest, by which a resumed run sees that one was
-replaced.
+"""Identity of the files that a checkpoint relies on, by which a resumed run sees that one was replaced.
 
-A checkpoint's position is a number of prompts, and means other records in another file. So the run says which file
-differs and where it continues.
+A checkpoint's position is a number of prompts, and means other records in another data file. So the run says which file
+differs and where it continues. Frozen weights are those of a model's folder: what is trained on top of them means
+nothing on others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from distflow.config.shipped import matching
+from distflow.config.shipped import find, matching
 from distflow.config.spec import Spec
 from distflow.data.checks import open_validation_sets
 from distflow.data.dataset import Records
@@ -19,8 +19,11 @@ from distflow.data.dataset import Records
 _WHOLE, _SAMPLES, _SAMPLE = 2**24, 64, 2**16
 """Bytes up to which a file is read whole; of a longer one, how many samples of how many bytes are read."""
 HELD_OUT = "validation "
+MODEL, BASE = "model of role ", "frozen weights of role "
+"""Begin the names of roles that are not trained, and of those that are trained in part or by adapters."""
+BESIDE = (HELD_OUT, MODEL, BASE)  # begin names of what is no training set
 DataFiles = dict[str, list]
-"""By path, [records, digest]; names of held-out sets begin with `HELD_OUT`."""
+"""By path, [records, digest]; other names than those of training sets begin with one of `BESIDE`."""
 
 
 def data_files(spec: Spec, training: Mapping[str, Records]) -> DataFiles:
@@ -32,6 +35,23 @@ def data_files(spec: Spec, training: Mapping[str, Records]) -> DataFiles:
     for name, records in open_validation_sets(spec).items():
         own = next(key for key, path in names.items() if path == name)
         found[f"{HELD_OUT}{own}"] = [len(records), _digest(spec, name)]
+    return found
+
+
+def frozen_weights(spec: Spec) -> DataFiles:
+    """Return the identity of the weights that are in no checkpoint."""
+    found: DataFiles = {}
+    for name, role in spec.dag.roles.items():
+        model, settings = spec.model_of(name), spec.settings_of(name)
+        if not model or role.follow or (role.trained and settings and not (settings.lora or settings.freeze)):
+            continue
+        state, folder = hashlib.blake2b(digest_size=8), find(model.path, "models", spec.folder) if model.path else None
+        for file in sorted(folder.glob("*")) if folder else ():
+            if file.suffix in (".safetensors", ".bin"):
+                _add_file(state, file)
+        if not model.path:
+            state.update(f"{model.model_dump_json()} {spec.run.seed}".encode())
+        found[f"{BASE if role.trained else MODEL}{name}"] = [0, state.hexdigest()]
     return found
 
 

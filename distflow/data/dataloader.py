@@ -19,7 +19,7 @@ import numpy
 import torch
 
 from distflow.data.batch import Batch, ColumnData
-from distflow.data.data_files import HELD_OUT, DataFiles, changes
+from distflow.data.data_files import BASE, BESIDE, HELD_OUT, MODEL, DataFiles, changes
 from distflow.data.dataset import JoinedRecords, Record, Records, RequiredFields
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
 from distflow.plan import Layout
@@ -193,7 +193,7 @@ class Dataloader:
 
     def __init__(self, records: Records, encode: Encode, batch: int, seed: int, share: int | None = None,
                  layout: Layout = ONE, files: DataFiles | None = None):
-        """`files`: identity of the data, by which a state of other data is known."""
+        """`files`: identity of the data and of frozen weights, by which a state of others is known."""
         self.records = records if isinstance(records, Mixture) else Mixture([records], [1])
         self.encode, self.batch, self.seed = encode, batch, seed
         self.share, self.layout, self.files = share, layout, files or {}
@@ -312,7 +312,7 @@ class Dataloader:
     def _load_mixture(self, state: dict[str, Any]) -> None:
         """Load where each training set stands. Of other sets or weights than the state's, each set that stays continues
         where it stood. Says so."""
-        before, now = ({name: file for name, file in files.items() if not name.startswith(HELD_OUT)}
+        before, now = ({name: file for name, file in files.items() if not name.startswith(BESIDE)}
                        for files in (state.get("files", {}), self.files))
         homes, order = {str(file): name for name, file in before.items()}, [*before]
         olds = [name if name in before else homes.get(str(file)) for name, file in now.items()]  # it may have moved
@@ -333,9 +333,15 @@ class Dataloader:
 
     def _compare_files(self, before: DataFiles, ahead: bool) -> None:
         """Say which files are others than those of the state, and where training continues. A single training set with
-        another number of records begins a new pass, unless prompts `ahead` of the position are under way."""
+        another number of records begins a new pass, unless prompts `ahead` of the position are under way. Raises
+        InvalidInput: frozen weights are others than those that the state was trained on."""
         single = self._is_one and not self.records.since  # since the run began
         for name, resized, how in changes(before, self.files):
+            if name.startswith(BASE):
+                what = f"the {name} are not those that the run began with, and what it has learned belongs to those"
+                raise InvalidInput(Diagnostic(what, None, "Put the model back as it was. To train on another one begin "
+                                              "a new run:  distflow run"))
+            how = "other weights" if name.startswith(MODEL) else how
             held_out = name.startswith(HELD_OUT)
             if resized and not held_out and single and not ahead:
                 self.position += -self.position % len(self.records)
@@ -345,6 +351,9 @@ class Dataloader:
                 where = "Training continues at the position that it had in the old one."
             what = f"{name} is not the file that the run began with: it has {how}. " + (
                 "Rewards before and after cannot be compared." if held_out else where)
+            if name.startswith(MODEL):
+                what = f"the {name} has other weights than the run began with. What it says before and after cannot " \
+                       "be compared."
             if events.current().rank == 0:
                 events.record("data_changed", data=name, how=how, position=self.position)
                 events.show(f"note: {what}")

@@ -190,6 +190,19 @@ def test_an_adapter_gets_the_line_that_makes_it_a_model(tmp_path, adapter, says)
     assert hint.startswith("It names the model") == says.startswith("It names the model")
 
 
+@pytest.mark.parametrize(("given", "there", "says"), [
+    (".", "model", "Instead:  {}/model"), ("checkpoints/step-4", "model-actor", "Instead:  {}/model-actor"),
+    ("checkpoints/step-4", "", "A checkpoint is no model. This writes one:  distflow export {}")])
+def test_a_run_that_is_given_as_a_model_gets_the_folder_of_its_model(tmp_path, given, there, says):
+    run = tmp_path / "run"
+    (run / "checkpoints/step-4").mkdir(parents=True)
+    (run / "plan.json").write_text("{}")
+    if there:
+        write(run / there, {**PLAIN, "model_type": "llama"})
+    hint = load_for_planning("sft", None, [f"roles.actor.model={run / given}"]).mistakes[0].hint
+    assert hint == says.format(run)
+
+
 def refused_on_this_machine(folder: Path) -> str:
     mistakes = load_for_planning("sft", None, [f"roles.actor.model={folder}"]).mistakes
     return "\n".join(mistake.what for mistake in mistakes if mistake.of_machine)

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from distflow.config.load import load
-from distflow.data.data_files import DataFiles, changes, data_files
+from distflow.data.data_files import DataFiles, changes, data_files, frozen_weights
 from distflow.data.dataloader import Dataloader
 from distflow.data.dataset import open_training_sets
+from distflow.errors import InvalidInput
 
 
 def written(path: Path, count: int, sign: str = "+") -> Path:
@@ -71,3 +72,22 @@ def test_a_loader_continues_in_a_replaced_file(now, position, said, capsys):
     assert said in out
     assert bool(out) == bool(said)
     assert not re.search("cannot be compared", out)
+
+
+def test_other_frozen_weights_are_said_or_refused(tmp_path, capsys):
+    """A reference may be another one; adapters have learned to stand on their base alone."""
+    files = []
+    for seed in (0, 0, 1):
+        embedded = [f"seed={seed}", "roles.actor.model={architecture: qwen3}"]
+        files.append([frozen_weights(load("grpo", None, [*embedded, *more])) for more in (
+            [], ["roles.actor.lora={rank: 4}"], ["roles.actor.freeze=[embed_tokens.*]"])])
+    assert files[0] == files[1] != files[2]
+    for before, now in zip(files[0], files[2]):
+        old, new = (Dataloader([{}], None, 4, 0, files=each) for each in (  # pyright: ignore[reportArgumentType]
+            before, now))
+        if any("of role actor" in name for name in before):
+            with pytest.raises(InvalidInput, match="frozen weights of role actor are not those that"):
+                new.load_state_dict(old.state_dict())
+        else:
+            new.load_state_dict(old.state_dict())
+            assert "the model of role reference has other weights than the run began with" in capsys.readouterr().out

@@ -269,18 +269,25 @@ def schedule(settings: RoleRun, step: int, steps: int) -> float:
     return least + (1.0 - least) * left
 
 
-def schedule_jump(name: str, before: RoleRun, after: RoleRun, done: int, steps: tuple[int, int]) -> str:
-    """Return a note of how the learning rate of role `name` jumps in a run that is resumed after `done` steps with
-    other `steps` than it had, as (before, after); empty if its schedule does not depend on them."""
-    if steps[0] == steps[1] or "constant" in (before.schedule, after.schedule) or done < 1:
-        return ""
-    old = before.learning_rate * schedule(before, done - 1, steps[0])
-    new = after.learning_rate * schedule(after, done, steps[1])
-    settings = ["schedule=constant", *["min_learning_rate=0"] * bool(after.min_learning_rate), f"learning_rate={old:g}"]
-    keep = " ".join(f"--set roles.{name}.{setting}" for setting in settings)
-    return f"the learning rate of role `{name}` was {old:g} in step {done} and is {new:g} in step {done + 1}: its " \
-           f"{after.schedule} schedule now lasts {steps[1]} steps, where it lasted {steps[0]}. " \
-           f"To keep it as it was:  {keep}"
+def schedule_notes(name: str, before: RoleRun, after: RoleRun, done: int, steps: tuple[int, int]) -> Iterator[str]:
+    """Yield what a run that is resumed after `done` steps does otherwise than one may think, with other settings of the
+    role `name` or other `steps` than it had, as (before, after): schedules count from the run's first step."""
+    stretched = steps[0] != steps[1] and "constant" not in (before.schedule, after.schedule)
+    if done > 0 and (stretched or before.learning_rate == after.learning_rate):
+        old, due, new = (role.learning_rate * schedule(role, step, total) for role, step, total in (
+            (before, done - 1, steps[0]), (before, done, steps[0]), (after, done, steps[1])))
+        settings = ["schedule=constant", *["min_learning_rate=0"] * bool(after.min_learning_rate),
+                    *["warmup_steps=0"] * (after.warmup_steps > done), f"learning_rate={old:g}"]
+        keep = " ".join(f"--set roles.{name}.{setting}" for setting in settings)
+        if not math.isclose(new, due) and not math.isclose(new, old):
+            yield f"the learning rate of role `{name}` was {old:g} in step {done} and is {new:g} in step {done + 1}: " \
+                  f"its {after.schedule} schedule now lasts {steps[1]} steps, counted from the run's first one. It " \
+                  f"was {before.schedule}, of {steps[0]} steps. To keep the rate as it was:  {keep}"
+    if before.warmup_steps < after.warmup_steps <= done:
+        yield f"role `{name}` has no warm-up from here: its {after.warmup_steps} steps are counted from the run's first"
+    if before.lora and after.lora and before.lora.alpha != after.lora.alpha:
+        yield f"`alpha` of role `{name}` is {after.lora.alpha:g} and was {before.lora.alpha:g}: what its adapters " \
+              f"have learned so far counts {after.lora.alpha / before.lora.alpha:g} times as much"
 
 
 def _placeholder(pad_token: int, with_images: bool) -> Batch:

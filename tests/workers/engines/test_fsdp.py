@@ -13,12 +13,12 @@ from training import built, engine_of, layered, named_mesh, plain_logprobs, shar
 from transformers import AutoModelForCausalLM, CohereConfig, GptOssConfig
 
 from distflow.config.dag import Follow, Role
-from distflow.config.run import RoleRun
+from distflow.config.run import Lora, RoleRun
 from distflow.data.batch import Batch
 from distflow.errors import EngineError
 from workers.engines import fsdp
 from workers.engines.fsdp import FSDPEngine, decays
-from workers.engines.trainer import schedule, schedule_jump
+from workers.engines.trainer import schedule, schedule_notes
 
 
 @pytest.fixture
@@ -112,14 +112,25 @@ def test_schedule_warms_up_and_reaches_its_minimum_in_the_last_step(kind, steps,
     assert {step: schedule(settings, step, steps) for step in expected} == pytest.approx(expected, abs=1e-4)
 
 
-def test_schedule_jump_says_what_more_steps_do_to_the_learning_rate():
-    cosine = RoleRun(schedule="cosine", learning_rate=1e-5, min_learning_rate=1e-6)
-    assert schedule_jump("actor", cosine, cosine, 4, (4, 9)) == (
-        "the learning rate of role `actor` was 1e-06 in step 4 and is 5.5e-06 in step 5: its cosine schedule now lasts "
-        "9 steps, where it lasted 4. To keep it as it was:  --set roles.actor.schedule=constant "
-        "--set roles.actor.min_learning_rate=0 --set roles.actor.learning_rate=1e-06")
-    assert schedule_jump("actor", cosine, cosine, 4, (9, 9)) == ""
-    assert schedule_jump("actor", RoleRun(), RoleRun(), 4, (4, 9)) == ""
+CONSTANT, COSINE = RoleRun(learning_rate=1e-5), RoleRun(schedule="cosine", learning_rate=1e-5, min_learning_rate=1e-6)
+LINEAR, LATER_WARM = (CONSTANT.model_copy(update=more) for more in ({"schedule": "linear"}, {"warmup_steps": 3}))
+LOW, HIGH = (RoleRun(lora=Lora(rank=4, alpha=alpha)) for alpha in (32, 64))
+
+
+@pytest.mark.parametrize(("before", "after", "steps", "said"), [
+    (COSINE, COSINE, (4, 9),
+     "the learning rate of role `actor` was 1e-06 in step 4 and is 5.5e-06 in step 5: its cosine schedule now lasts "
+     "9 steps, counted from the run's first one. It was cosine, of 4 steps. To keep the rate as it was:  "
+     "--set roles.actor.schedule=constant --set roles.actor.min_learning_rate=0 --set roles.actor.learning_rate=1e-06"),
+    (COSINE, COSINE, (9, 9), ""), (CONSTANT, CONSTANT, (4, 9), ""), (CONSTANT, COSINE, (9, 9), "was constant, of 9 st"),
+    (CONSTANT, LINEAR, (4, 8), "was 1e-05 in step 4 and is 5e-06 in step 5: its linear schedule now lasts 8 steps"),
+    (CONSTANT, LATER_WARM, (4, 8), "has no warm-up from here: its 3 steps are counted from the run's first"),
+    (CONSTANT, CONSTANT.model_copy(update={"learning_rate": 1e-6}), (4, 8), ""),
+    (LOW, HIGH, (4, 4), "is 64 and was 32: what its adapters have learned so far counts 2 times as much")])
+def test_notes_of_a_resume_say_what_other_settings_do_to_schedules_and_adapters(before, after, steps, said):
+    notes = [*schedule_notes("actor", before, after, 4, steps)]
+    assert len(notes) == bool(said)
+    assert said in "".join(notes)
 
 
 def whole_gradients(small: int) -> int:

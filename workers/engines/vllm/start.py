@@ -231,7 +231,7 @@ def on_cpu(config: PretrainedConfig, generation: Generation, dtype: torch.dtype)
     tokens, size = cache_on_cpu(config, generation, dtype, _CPU_BLOCK)
     return {"enforce_eager": True, "max_model_len": longest_row(config),
             "compilation_config": {"custom_ops": ["-rotary_embedding"]},  # its kernel is wrong where heads have an axis
-            "attention_backend": "CPU_MLA",  # of models with MLA; where a processor has AMX, another that refuses float32
+            "attention_backend": "CPU_MLA",  # with MLA; where a processor has AMX, another that refuses float32
             "block_size": _CPU_BLOCK, "kv_cache_memory_bytes": tokens * size}
 
 
