@@ -187,6 +187,9 @@ def _describe_resumed(context: RankContext, step: int) -> None:
         old, new = spec_before.settings_of(name) or RoleRun(), spec.settings_of(name) or RoleRun()
         for note in schedule_notes(name, old, new, step - 1, (spec_before.run.steps, spec.run.steps)):
             events.show(f"note: {note}")
+    if (seed := spec_before.run.seed) != spec.run.seed:
+        events.show(f"note: the seed was {seed} and is {spec.run.seed}: this pass over the data goes on in another "
+                    "order, in which some of its records come again and others do not come")
     RunFolder.describe(context.path, context.spec, context.plan)
     if changed := changed_settings(before, reader.settings()):
         events.current().step = step

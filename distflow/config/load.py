@@ -197,7 +197,8 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str, bool]:
             (f"`{shown(folder)}` has an adapter, and not the model that it belongs to", hint, False)
     if not has_config:
         run = next((each for each in (folder, *folder.parents[:2]) if (each / "plan.json").is_file()), folder)
-        models = [each for each in sorted(run.glob("model*")) if (each / "config.json").is_file()]
+        models = [each for place in (folder, run) for each in sorted(place.glob("model*"))
+                  if (each / "config.json").is_file()]
         if run != folder or models:
             remedy = f"Instead:  {shown(models[0])}" if models else "A checkpoint is no model. This writes one:  " \
                 f"distflow export {quoted(shown(run))}"

@@ -49,6 +49,8 @@ _REPEATED = 0.1
 _PASSES = 100
 _ROWS = 1_000_000
 """More passes over the data than this, with more questions, are a mistake: the step would probably never end."""
+_OFTEN = 10
+"""Passes over one training set, for each over another, from above which on it is noted."""
 _ANSWERS = "answers"
 
 
@@ -56,7 +58,7 @@ def check_data(spec: Spec, whole: bool = False) -> list[str]:
     """Read the data of a run, and return notes on what is no mistake but probably not meant. `whole`: compare
     validation with training data whatever their size, nearly equal questions too. Raises `InvalidInput`."""
     training = open_training_sets(spec.run.data, spec.data_path)
-    notes = [*_check_batch(spec, sum(map(len, training.values()))), *_cut_texts(spec)]
+    notes = [*_check_batch(spec, sum(map(len, training.values()))), *_cut_texts(spec), *_uneven_passes(spec, training)]
     for name, records in training.items():
         empty = check_records(records, training_fields(spec), _nth(records), branches(spec, validation=False))
         notes += _check_rest(spec, name, records, empty, "others take their place")
@@ -71,6 +73,20 @@ def check_data(spec: Spec, whole: bool = False) -> list[str]:
         for name, other, found in overlaps(training, tested, spec.run.data.question, near=whole):
             notes += _overlap_note((name, training[name]), (other, tested[other]), found)
     return notes
+
+
+def _uneven_passes(spec: Spec, training: dict[str, Records]) -> Iterator[str]:
+    """Yield a note on a training set that comes far more often than another: weights count prompts, whatever the
+    number of records."""
+    turns, prompts = spec.run.data.turns, spec.run.steps * spec.run.data.batch
+    passes = {name: prompts * own / sum(turns) / len(each) for own, (name, each) in zip(turns, training.items())}
+    (seldom, least), *_, (often, most) = sorted(passes.items(), key=lambda item: item[1]) * 2
+    if most > _OFTEN and most > _OFTEN * least:
+        smallest = min(map(len, training.values()))
+        alike = ", ".join(f"{name}: {round(len(each) / smallest)}" for name, each in training.items())
+        yield f"each record of {often} ({len(training[often]):,} of them) comes {most:,.0f} times in this run, and " \
+              f"each of {seldom} ({len(training[seldom]):,}) {least:,.2g} times: weights count prompts. For equally " \
+              f"often:  data: {{train: {{{alike}}}}}"
 
 
 def _cut_texts(spec: Spec) -> Iterator[str]:

@@ -192,10 +192,12 @@ def test_an_adapter_gets_the_line_that_makes_it_a_model(tmp_path, adapter, says)
 
 @pytest.mark.parametrize(("given", "there", "says"), [
     (".", "model", "Instead:  {}/model"), ("checkpoints/step-4", "model-actor", "Instead:  {}/model-actor"),
+    ("best", "best/model", "Instead:  {}/best/model"),
     ("checkpoints/step-4", "", "A checkpoint is no model. This writes one:  distflow export {}")])
 def test_a_run_that_is_given_as_a_model_gets_the_folder_of_its_model(tmp_path, given, there, says):
     run = tmp_path / "run"
     (run / "checkpoints/step-4").mkdir(parents=True)
+    write(run / "model-actor", {**PLAIN, "model_type": "llama"}) if there == "best/model" else None
     (run / "plan.json").write_text("{}")
     if there:
         write(run / there, {**PLAIN, "model_type": "llama"})

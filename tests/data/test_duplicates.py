@@ -109,3 +109,16 @@ def test_other_answers_to_the_same_questions_may_be_imitated(tmp_path):
     ("Say \u201cno\u201d!", "say no", True), ("2 * 3", "2 / 3", False)])
 def test_normalized_keeps_what_changes_a_question(one, other, same):
     assert (normalized(one) == normalized(other)) is same
+
+
+@pytest.mark.parametrize(("sizes", "weights", "said"), [
+    ((2, 400), (1, 1), "(2 of them) comes 50 times in this run, and each of {1} (400) 0.25 times: weights count "
+     "prompts. For equally often:  data: {{train: {{{0}: 1, {1}: 200}}}}"),
+    ((2, 400), (1, 200), ""), ((10, 20), (1, 1), "")])
+def test_a_small_set_that_comes_far_more_often_than_another_is_noted(tmp_path, sizes, weights, said):
+    files = [written(tmp_path / f"{size}.jsonl", map(str, range(size))) for size in sizes]
+    train = ", ".join(f"{file}: {weight}" for file, weight in zip(files, weights))
+    notes = check_data(load("grpo", None, [f"data.train={{{train}}}", "data.batch=2", "steps=100"]))
+    assert [note for note in notes if "weights count prompts" in note] == \
+        [note for note in notes if said and note.endswith(said.format(*files))]
+    assert any("weights count" in note for note in notes) == bool(said)
