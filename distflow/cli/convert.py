@@ -212,6 +212,9 @@ def _from_verl(done: Conversion) -> None:
                "gpu_memory_utilization": "roles.actor.generation.memory_share",
                "val_kwargs.temperature": "validation.temperature"}, rollout)
     _verl_limits(done, f"{rollout}val_kwargs.")
+    if done.number("actor_rollout_ref.model.lora_rank", 0) > 0:
+        _adapters(done, *((f"actor_rollout_ref.model.{key}", default) for key, default in (
+            ("lora_rank", 0), ("lora_alpha", 16), ("target_modules", "all-linear"))))
     _verl_data(done)
     _verl_loss(done, actor)
     _verl_schedule(done, f"{actor}optim.")
@@ -339,8 +342,12 @@ def _from_trl(done: Conversion) -> None:
                "min_p": "roles.actor.generation.min_p",
                "vllm_tensor_parallel_size": "layouts.rollout.tp",
                "vllm_gpu_memory_utilization": "roles.actor.generation.memory_share",
-               "lora_r": "roles.actor.lora.rank", "lora_alpha": "roles.actor.lora.alpha", "output_dir": "output",
-               "num_iterations": "with:update.epochs"})
+               "output_dir": "output", "num_iterations": "with:update.epochs"})
+    if done.get("use_peft") is True:
+        _adapters(done, ("lora_r", 16), ("lora_alpha", 32), ("lora_target_modules", ["q_proj", "v_proj"]))
+    elif settings := [key for key in done.given if key.startswith("lora_") and done.get(key) is not None]:
+        done.notes.append(f"{', '.join(settings)}: without  use_peft: true  TRL trains the whole model, and so does "
+                          "this run")
     done.put("roles.actor.betas", [done.get("adam_beta1", 0.9), done.get("adam_beta2")])
     _trl_batch(done)
     _trl_steps(done)
@@ -359,6 +366,14 @@ def _from_trl(done: Conversion) -> None:
                           "[MODULE:NAME, …]  : docs/own_algorithm.md")
     _loggers(done, "report_to")
     _without_validation_data(done)
+
+
+def _adapters(done: Conversion, rank: tuple[str, int], alpha: tuple[str, int], targets: tuple[str, Any]) -> None:
+    """Take the settings of adapters, of which each is a key and the other project's default."""
+    size, scale = done.number(*rank), done.number(*alpha)
+    scale *= math.sqrt(size) if done.get("use_rslora") is True else 1  # there it is divided by that root, here by rank
+    settings = {"rank": size, "alpha": scale, "targets": done.get(*targets)}
+    done.settings |= {f"roles.actor.lora.{name}": value for name, value in settings.items()}
 
 
 def _trl_batch(done: Conversion) -> None:

@@ -84,6 +84,30 @@ def test_each_value_of_trl_is_converted_or_listed(settings, arguments):
     assert ("update.clip" in made) is (settings.get("loss_type") != "cispo"), "what a file does not say is the DAG's"
 
 
+Q_AND_V = ["q_proj", "v_proj"]
+"""What peft adapts of most models where TRL's file names nothing."""
+
+
+@pytest.mark.parametrize(("settings", "lora"), [
+    ({"lora_r": 8, "lora_alpha": 16}, None), ({"use_peft": False, "lora_r": 8}, None),
+    ({"use_peft": True}, {"rank": 16, "alpha": 32, "targets": Q_AND_V}),
+    ({"use_peft": True, "lora_r": 4, "lora_alpha": 8, "lora_target_modules": "all-linear", "use_rslora": True},
+     {"rank": 4, "alpha": 16.0, "targets": "all-linear"})])
+def test_adapters_of_trl_are_those_that_it_would_train(settings, lora, capsys):
+    _, run, left = trl(**settings)
+    assert (run["roles"]["actor"].get("lora"), left) == (lora, [])
+    assert ("TRL trains the whole model" in capsys.readouterr().out) == ("lora_r" in settings and lora is None)
+
+
+@pytest.mark.parametrize(("settings", "lora"), [
+    ({"lora_rank": 0, "lora_alpha": 16}, None), ({"lora_rank": 32}, {"rank": 32, "alpha": 16, "targets": "all-linear"}),
+    ({"lora_rank": 8, "lora_alpha": 32, "target_modules": Q_AND_V}, {"rank": 8, "alpha": 32, "targets": Q_AND_V})])
+def test_adapters_of_verl_are_converted(settings, lora):
+    _, run = converted({**PPO, "actor_rollout_ref": {**PPO["actor_rollout_ref"], "model": {
+        **PPO["actor_rollout_ref"]["model"], **settings}}})
+    assert run["roles"]["actor"].get("lora") == lora
+
+
 @pytest.mark.parametrize(("settings", "follow"), [
     ({"sync_ref_model": True}, {"every": 512, "mix": 0.6}),
     ({"sync_ref_model": True, "ref_model_sync_steps": 64, "ref_model_mixup_alpha": 1.0, "num_iterations": 2,
