@@ -57,7 +57,7 @@ def nano_vllm(bench: Bench) -> Iterator[Part]:
     """Decode the requests; slots are filled again as rows end."""
     tiny = bench.shape.name == "tiny"
     drawn = requests(_TINY_REQUESTS if tiny else _REQUESTS, _TINY if tiny else 1,
-                     min(_WORDS, bench.shape.vocabulary - 1))
+                     min(_WORDS, bench.shape.sizes.vocabulary - 1))
     rollout, sampled = bench.rollout(bench.shape), sum(length for _, length in drawn)
 
     def decode() -> None:

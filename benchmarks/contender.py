@@ -77,9 +77,9 @@ class Contender:
             with contextlib.suppress(OSError):
                 Path(f"/proc/{pid}/clear_refs").write_text("5")
 
-    def peaks(self) -> list[int]:
-        """Return the bytes that each of its processes held at most beside what it holds without rows."""
-        return [1024 * max(0, kilobytes(pid, "VmHWM") - shared(pid) - idle) for pid, idle in self.idle.items()]
+    def peak(self) -> int:
+        """Return the bytes that its processes held at most, together, beside what they hold without rows."""
+        return sum(1024 * max(0, kilobytes(pid, "VmHWM") - shared(pid) - idle) for pid, idle in self.idle.items())
 
     def begin_close(self) -> None:
         """No more orders: it begins to end."""

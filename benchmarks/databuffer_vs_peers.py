@@ -19,9 +19,7 @@ since each does what its users get.
 
 Memory is the growth of the resident set over what a process had without any rows, with the rows that it produces, at
 its peak in a round; a page that several processes map counts in equal parts. The goal is for all processes together,
-relative to the rows, unpadded, before and after. That of the busiest process is given relative to its ideal share, the
-rows that the busiest rank has at first plus those that it gets, and so is `through`, what it sent and received: within
-a machine it holds half of each page of the readers' that it writes.
+relative to the rows, unpadded, before and after.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ OURS, PEER = "databuffer", "verl"
 GOALS = {PADDED: 20.0, RAGGED: 40.0}
 """Over verl, which carries ragged rows padded."""
 CLOSE = 1.2
-"""Of the ideal: what all processes may hold, and what may go through the busiest one."""
+"""Of the rows, before and after: what all processes may hold."""
 GOAL_MIB = 160
 LARGE = 256
 """MiB of a case after which all contenders start afresh: what they keep of it would leave too little for the next."""
@@ -54,12 +52,10 @@ LAYOUTS = ("4-2", "2-4", "4-4", "8-2", "4-4@2")
 
 @dataclass(frozen=True)
 class Round:
-    """One redistribution: seconds, bytes of the busiest process, and memory of all together."""
+    """One redistribution: seconds, and bytes of all processes together."""
 
     seconds: float
-    peak: int
-    together: int
-    through: int
+    memory: int
 
 
 @dataclass(frozen=True)
@@ -116,11 +112,11 @@ def measure(contender: Contender, case: Case, repeats: int, repeat: int) -> Roun
     """Repeat -1 is the first round, which nobody measures."""
     number = repeat + 1
     contender.forget_peaks()
-    said = contender.ask("round", repeat=number)
-    peaks = contender.peaks()
+    seconds = contender.ask("round", repeat=number)
+    memory = contender.peak()
     found = contender.ask("check", repeat=number, contents=repeat in (-1, repeats - 1))
     verify(contender.name, case, number, found["ids"], found["wrong"])
-    return Round(said["seconds"], max(peaks), sum(peaks), said["through"])
+    return Round(seconds, memory)
 
 
 def verify(name: str, case: Case, repeat: int, ids: Sequence[Sequence[int]], wrong: Sequence[str]) -> None:
@@ -155,19 +151,12 @@ def run(case: Case, entered: dict[str, Contender], repeats: int) -> list[dict[st
 
 
 def show(case: Case, pairs: Sequence[dict[str, Round]]) -> None:
-    print(f"\n{case.name}: {case.rows} rows, {case.nbytes / 2**20:.0f} MiB without padding, ideal share of the busiest "
-          f"rank {case.share / 2**20:.0f} MiB (load {os.getloadavg()[0]:.1f})")
-    print(f"{'':15}{'ms: median (range)':>26}{'all MiB':>9}{'of rows':>9}{'busiest':>9}{'of ideal':>9}"
-          f"{'through':>9}{'of ideal':>9}"
-          "  as long as the databuffer")
+    print(f"\n{case.name}: {case.rows} rows, {case.nbytes / 2**20:.0f} MiB without padding (load "
+          f"{os.getloadavg()[0]:.1f})")
     for name in pairs[0]:
-        time = Spread.of([1000 * pair[name].seconds for pair in pairs])
-        together, peak, through = (share(case, pairs, name, what) for what in ("together", "peak", "through"))
-        print(f"{name:15}{f'{time.median:.1f} ({time.low:.1f} to {time.high:.1f})':>26}"
-              f"{together.median * case.nbytes / 2**19:9.0f}{together.median:9.2f}"
-              f"{peak.median * case.share / 2**20:9.0f}{peak.median:9.2f}"
-              f"{through.median * case.share / 2**20:9.0f}{through.median:9.2f}"
-              + (f"  {times_ratio(pairs)}" if name != OURS else ""), flush=True)
+        print(f"{name:11} ms {Spread.of([1000 * pair[name].seconds for pair in pairs])}, memory of the rows "
+              f"{held(case, pairs, name)}"
+              + (f", {times_ratio(pairs)} times as long as the databuffer" if name != OURS else ""), flush=True)
 
 
 def times_ratio(pairs: Sequence[dict[str, Round]]) -> Spread:
@@ -175,10 +164,9 @@ def times_ratio(pairs: Sequence[dict[str, Round]]) -> Spread:
     return ratios(pairs, PEER, OURS, lambda part: part.seconds)
 
 
-def share(case: Case, pairs: Sequence[dict[str, Round]], name: str, what: str) -> Spread:
-    """`peak` or `through` relative to the ideal share; `together` to all rows before and after."""
-    ideal = 2 * case.nbytes if what == "together" else case.share
-    return Spread.of([getattr(pair[name], what) / ideal for pair in pairs])
+def held(case: Case, pairs: Sequence[dict[str, Round]], name: str) -> Spread:
+    """Return the memory of all processes, relative to all rows before and after."""
+    return Spread.of([pair[name].memory / (2 * case.nbytes) for pair in pairs])
 
 
 def goals(results: Results) -> Iterator[Goal]:
@@ -190,11 +178,10 @@ def goals(results: Results) -> Iterator[Goal]:
         if found:
             case, worst = min(found, key=lambda each: each[1].median)
             yield Goal(f"redistribution at {case.name}, databuffer over {PEER}", worst, "x", goal)
-        for what, words, ideal in (("together", "peak memory of all the databuffer's processes", "of the rows"),
-                                   ("through", "bytes through its busiest process", "of the ideal share")):
-            case, worst = max(((case, share(case, pairs, OURS, what)) for case, pairs in chosen.items()),
-                              key=lambda each: each[1].median)
-            yield Goal(f"{words} at {case.name}", worst, ideal, CLOSE, at_least=False)
+        case, worst = max(((case, held(case, pairs, OURS)) for case, pairs in chosen.items()),
+                          key=lambda each: each[1].median)
+        yield Goal(f"peak memory of all the databuffer's processes at {case.name}", worst, "of the rows", CLOSE,
+                   at_least=False)
 
 
 def judge(results: Results, left_out: str) -> None:

@@ -20,7 +20,7 @@ def name_of(kind: str) -> str:
 
 
 def versions(kind: str) -> str:
-    """Return the versions of torch, of what it was built for, and of the driver."""
+    """Return the versions of torch, of what it was built for, and of the driver, with the limits that it knows."""
     if kind != "cuda":
         return f"torch {torch.__version__}"
     return f"torch {torch.__version__}, CUDA {torch.version.cuda}, driver {_driver()}"
@@ -29,8 +29,8 @@ def versions(kind: str) -> str:
 def _driver() -> str:
     if shutil.which("nvidia-smi") is None:
         return "unknown"
-    done = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
-                          text=True, check=False, timeout=60)
+    asked = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60)
     return done.stdout.split("\n")[0].strip() or "unknown"
 
 

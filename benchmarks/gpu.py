@@ -143,7 +143,7 @@ def has_device(given: argparse.Namespace, results: Path) -> bool:
 def main(arguments: list[str] | None = None) -> None:
     parser = options(__doc__, repeats=3)
     device_options(parser)
-    parser.add_argument("--shape", choices=SHAPES, nargs="+", help="models; default 0.5B 7B, with --as those of the "
+    parser.add_argument("--shape", choices=LOADS, nargs="+", help="models; default 0.5B 7B, with --as those of the "
                         "project, with --quick tiny")
     parser.add_argument("--as", choices=PUBLISHED, dest="published", help="rows as this project publishes them")
     parser.add_argument("--ranks", type=int, help="one for each GPU; default: all, with --device cpu 1")

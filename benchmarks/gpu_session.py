@@ -13,7 +13,6 @@ import importlib.util
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -201,7 +200,3 @@ def say_versions(report: Report, kind: str) -> None:
             found.append(f"no {name}")
     report.say(f"# Python {sys.version.partition(' ')[0]}, {', '.join(found)}")
     report.say(f"# {COPIES}")
-    if kind == "cuda" and shutil.which("nvidia-smi"):
-        asked = ["nvidia-smi", "--query-gpu=name,memory.total,power.limit,clocks.max.sm", "--format=csv,noheader"]
-        done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60)
-        report.say(f"# nvidia-smi: {' | '.join(done.stdout.splitlines())}")

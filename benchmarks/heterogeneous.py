@@ -29,8 +29,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from pathlib import Path
 
-from benchmarks.qwen3 import folder
 from benchmarks.ratio import Spread, conclude, options, parsed
+from benchmarks.shapes import SHAPES
 from distflow.config.cluster import Link
 from distflow.config.load import load
 from distflow.config.spec import Spec
@@ -73,14 +73,15 @@ class Cell:
     def spec(self, models: Path, engine: str = "fsdp") -> Spec:
         """1,024 prompts × 5 samples of at most 1,024 + 1,024 tokens, trained on in 4 mini-batches: usual sizes. PPO has
         a reward model as large as the actor."""
+        model = SHAPES[f"Qwen3-{self.size}"]
         settings = [f"mode={self.mode}", "data.batch=1024", "data.max_prompt_tokens=1024",
-                    f"roles.actor.model={folder(self.size, models)}",
+                    f"roles.actor.model={model.folder(models)}",
                     "roles.actor.generation.max_new_tokens=1024", "nodes.rollout.with.group_size=5",
                     "nodes.update.with.mini_batches=4"]
         if self.algorithm == "ppo":
             settings += ["nodes.critic.with.mini_batches=4",
                          "nodes.reward.type=MODEL_INFERENCE", "nodes.reward.function=model_score",
-                         "roles.reward.head=value", f"roles.reward.model={folder(self.size, models, scores=True)}"]
+                         "roles.reward.head=value", f"roles.reward.model={model.folder(models, scores=True)}"]
         spec = load(self.algorithm, None, settings, SCENARIOS[self.scenario])
         engines = {"engine": engine, "rollout": "vllm"}  # need not be installed to be planned
         roles = spec.run.roles | {"actor": spec.run.roles["actor"].model_copy(update=engines)}

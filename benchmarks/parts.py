@@ -100,7 +100,7 @@ class Bench:
         return model
 
     def _rollout_of(self, model: torch.nn.Module) -> HFRollout:
-        never = self.shape.vocabulary  # as an end: no row draws it
+        never = self.shape.sizes.vocabulary  # as an end: no row draws it
         return HFRollout.build(model, build_tokenizer(["one"]), self.settings(), self.mesh, 0, [never])
 
     def seconds(self, work: Callable[[], object]) -> float:
@@ -113,7 +113,7 @@ class Bench:
 
     def tokens(self, count: int, length: int) -> Ragged:
         draw = torch.Generator().manual_seed(dist.get_rank())
-        values = torch.randint(3, self.shape.vocabulary, (count * length,), generator=draw)
+        values = torch.randint(3, self.shape.sizes.vocabulary, (count * length,), generator=draw)
         return Ragged(values, torch.full((count,), length))
 
     def rates(self, seconds: list[float], tokens: int, flops: float) -> dict[str, list[float]]:

@@ -64,13 +64,6 @@ class Case:
         tokens = {name: int(self.lengths(name, torch.arange(self.rows)).sum()) for name in PER_TOKEN}
         return sum(tokens[name] * dtype.itemsize for name, dtype in PER_TOKEN.items()) + self.rows * (4 + 8)
 
-    @property
-    def share(self) -> float:
-        """The ideal share of the busiest rank, in bytes: the rows that it has at first and those that it gets."""
-        both = self.first < self.producers
-        shares = [self.nbytes / self.producers, self.nbytes / self.consumers]
-        return sum(shares) if both else max(shares)
-
     def width(self, column: str) -> int:
         return self.prompt if column == "prompts" else self.response
 
@@ -113,18 +106,6 @@ def wrong(case: Case, repeat: int, ids: Tensor, columns: Columns) -> str:
             if not _same(_part(column, start, stop), expected):
                 return f"{name} of some of rows {ids[start:stop].tolist()[:3]}… are not those of the rows"
     return ""
-
-
-def nbytes(columns: Columns, which: Tensor) -> int:
-    """Return the bytes of some rows ([B] bool) with their ids; counted without a copy, as memory may be watched."""
-    total = 8 * int(which.sum())
-    for column in columns.values():
-        if isinstance(column, tuple):
-            values, lengths = column
-            total += int(lengths[which].sum()) * values.element_size() + 8 * int(which.sum())
-        else:
-            total += int(which.sum()) * column[:1].nbytes
-    return total
 
 
 def _column(case: Case, name: str, rows: Tensor, pad: bool) -> Tensor | tuple[Tensor, Tensor]:

@@ -1,24 +1,22 @@
-"""Models of a known shape with random weights, made without a download, and the arithmetic that they need.
+"""Models of known shapes: random weights made without a download, or folders without weights, enough to plan with.
 
-FLOPs of a forward pass, two for each multiplication and addition: 2 for each token and each parameter of the layers'
-matrices; 4 · heads · head size for each layer, token and token that it sees (itself and those before: the scores and
-their product with the values); 2 · hidden · vocabulary for each token whose following one is scored or drawn. Norms,
-rotations, the softmax and the embedding count for nothing. A training step is three forward passes (the backward pass
-is two); what is computed again to save memory does not count. That is the model FLOPs of MFU (Chowdhery et al. 2022,
-appendix B).
-A model folder of such a shape:  python -m benchmarks.shapes 0.5B FOLDER
+A training step is three forward passes (the backward pass is two); what is computed again to save memory does not
+count. A model folder of such a shape, with weights:  python -m benchmarks.shapes 0.5B FOLDER
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from distflow.config import sizes
 
-from workers.engines.embedded import build_tokenizer
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TRAINING = 3
 """Forward passes that a training step is worth."""
@@ -31,69 +29,76 @@ _LOGITS = 12 * 2**28
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder of the Qwen2 family, or of the Qwen3 family where it has a head size of its own."""
+    """A model's name and its configuration for transformers."""
 
     name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    vocabulary: int
-    tied: bool
-    head_size: int | None = None
+    config: dict[str, Any]
 
     @property
-    def head_dim(self) -> int:
-        return self.head_size or self.hidden // self.heads
+    def layers(self) -> int:
+        return self.config["num_hidden_layers"]
 
-    @property
-    def matrices(self) -> int:
-        """Parameters of one layer's matrices."""
-        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
-        return attention + 3 * self.hidden * self.intermediate
-
-    @property
-    def parameters(self) -> int:
-        """All but norms and biases, which are one in ten thousand."""
-        return self.layers * self.matrices + (1 if self.tied else 2) * self.vocabulary * self.hidden
+    @cached_property
+    def sizes(self) -> sizes.Shape:
+        return sizes.shape_of(self.config)
 
     def trainable(self, memory: float) -> Shape:
         """Return the shape with as many of its layers, at least one, as can be trained in so many bytes over all
         devices."""
-        others = self.parameters - self.layers * self.matrices
-        computing = _WHILE_COMPUTING * (2 * self.matrices + others) + _LOGITS
-        fitting = int(((memory - computing) / _STATE - others) // self.matrices)
-        return replace(self, layers=max(1, min(self.layers, fitting)))
+        layer = self.sizes.parameters - self.with_layers(self.layers - 1).sizes.parameters
+        others = self.sizes.parameters - self.layers * layer
+        computing = _WHILE_COMPUTING * (2 * layer + others) + _LOGITS
+        return self.with_layers(max(1, min(self.layers, int(((memory - computing) / _STATE - others) // layer))))
+
+    def with_layers(self, layers: int) -> Shape:
+        return replace(self, config=self.config | {"num_hidden_layers": layers})
 
     def flops(self, prompt: int, response: int, samples: int = 1) -> float:
         """Return the FLOPs of a forward pass through one prompt and `samples` responses to it, in tokens; the prompt is
         read once and the responses' tokens are scored."""
         seen = prompt * (prompt + 1) / 2 + samples * (response * prompt + response * (response + 1) / 2)
-        by_token = 2 * self.layers * self.matrices * (prompt + samples * response)
-        attention = 4 * self.layers * self.heads * self.head_dim * seen
-        return by_token + attention + 2 * self.hidden * self.vocabulary * samples * response
+        return self.sizes.forward_flops(prompt, samples * response, seen)
 
     def build(self, device: str) -> PreTrainedModel:
         """Build the model with float32 weights, drawn on the device."""
-        family = {"head_dim": self.head_size} if self.head_size else {}
-        config = (Qwen3Config if self.head_size else Qwen2Config)(
-            vocab_size=self.vocabulary, hidden_size=self.hidden, intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads,
-            max_position_embeddings=32768, tie_word_embeddings=self.tied, pad_token_id=0, bos_token_id=1,
-            eos_token_id=2, **family)
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
         torch.manual_seed(0)
         with torch.device(device):
-            return (Qwen3ForCausalLM if self.head_size else Qwen2ForCausalLM)(config).float()
+            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.config), dtype=torch.float32)
+
+    def folder(self, below: Path, scores: bool = False) -> Path:
+        """Return a model folder without weights. `scores`: a reward model, with one number for each token."""
+        place = below / f"{self.name}{'_scores' if scores else ''}"
+        place.mkdir(exist_ok=True)
+        head = {"architectures": ["Qwen3ForTokenClassification" if scores else "Qwen3ForCausalLM"],
+                **({"id2label": {"0": "reward"}} if scores else {})}
+        (place / "config.json").write_text(json.dumps(self.config | head))
+        (place / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")  # without a tensor
+        (place / "tokenizer.json").write_text("{}")
+        return place
+
+
+def _shape(name: str, family: str, hidden: int, layers: int, inner: int, heads: int, kv_heads: int, tied: bool,
+           vocabulary: int = 151936) -> Shape:
+    return Shape(name, {
+        "model_type": family, "hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": inner,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "tie_word_embeddings": tied,
+        "vocab_size": vocabulary, "max_position_embeddings": 40960, "dtype": "bfloat16", "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2, **({"head_dim": 128} if family == "qwen3" else {})})
 
 
 SHAPES = {shape.name: shape for shape in (
-    Shape("0.5B", 24, 896, 14, 2, 4864, 151936, tied=True),
-    Shape("7B", 28, 3584, 28, 4, 18944, 152064, tied=False),
-    Shape("Qwen3-0.6B", 28, 1024, 16, 8, 3072, 151936, tied=True, head_size=128),
-    Shape("Qwen3-4B", 36, 2560, 32, 8, 9728, 151936, tied=True, head_size=128),
-    Shape("tiny", 2, 64, 2, 1, 192, 512, tied=True))}
-"""Those of Qwen2.5 (Yang et al. 2024) and Qwen3 (Yang et al. 2025), and one to see that the benchmark works."""
+    _shape("0.5B", "qwen2", 896, 24, 4864, 14, 2, True), _shape("7B", "qwen2", 3584, 28, 18944, 28, 4, False, 152064),
+    _shape("Qwen3-0.6B", "qwen3", 1024, 28, 3072, 16, 8, True),
+    _shape("Qwen3-1.7B", "qwen3", 2048, 28, 6144, 16, 8, True),
+    _shape("Qwen3-4B", "qwen3", 2560, 36, 9728, 32, 8, True),
+    _shape("Qwen3-8B", "qwen3", 4096, 36, 12288, 32, 8, False),
+    _shape("Qwen3-14B", "qwen3", 5120, 40, 17408, 40, 8, False),
+    _shape("Qwen3-32B", "qwen3", 5120, 64, 25600, 64, 8, False),
+    _shape("tiny", "qwen2", 64, 2, 192, 2, 1, True, 512))}
+"""Those of Qwen2.5 (Yang et al. 2024) and Qwen3 (Yang et al. 2025), and one to see that a benchmark works."""
 
 
 def main() -> None:
@@ -102,6 +107,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where the weights, in bfloat16, and a tokenizer are written")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu", help="where the weights are drawn")
     given = parser.parse_args()
+    from workers.engines.embedded import build_tokenizer
+
     SHAPES[given.shape].build(given.device).bfloat16().save_pretrained(given.folder)
     build_tokenizer(["one"]).save_pretrained(given.folder)
 

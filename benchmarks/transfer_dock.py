@@ -17,19 +17,18 @@ A third side makes TransferQueue's own calls to the dock (`distflow.dock.transfe
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import secrets
 import sys
 import time
 from argparse import Namespace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.contender import Contender, await_calm, serve
+from benchmarks.group import Served
 from benchmarks.peer_environment import peer_python
 from benchmarks.ratio import Spread, conclude, interleaved, least, options, parsed, ratios
 from distflow.data.batch import Batch, Ragged
@@ -55,52 +54,68 @@ def batch_of(ids: torch.Tensor, mean: int) -> Batch:
                        "rewards": ids.float()})
 
 
-def client(line: Connection, addresses: list[tuple[str, int]], token: bytes, number: int) -> None:
-    """Run one of the dock's clients: rounds until there are no more."""
-    torch.set_num_threads(1)
-    with DockClient(addresses, token, f"client {number}", timeout=_WAIT) as dock:
-        dock.status()
-        line.send("ready")
-        while (job := line.recv()) is not None:
-            first, cycles, rows, mean = job
-            parts = [batch_of(torch.arange(first + cycle * rows, first + (cycle + 1) * rows), mean)
-                     for cycle in range(cycles)]
-            line.send("made")
-            line.recv()
-            for part in parts:
-                dock.put(part)
-                lease = dock.lease("update", rows, wait=_WAIT)
-                got = dock.fetch(lease)
-                if not (torch.equal(got.ids, lease.ids) and
-                        torch.equal(got["tokens"].lengths, lengths_of(lease.ids, mean))):
-                    raise SystemExit(f"client {number} got other rows than it leased")
-                dock.commit(lease)
-            line.send(time.perf_counter())
+class Client:
+    """One of the dock's clients: rounds of `make`, `cycles` and `clear`."""
+
+    def __init__(self, number: int, addresses: list[tuple[str, int]], token: bytes):
+        self.name = f"client {number}"
+        self.dock = DockClient(addresses, token, self.name, timeout=_WAIT)
+        self.dock.status()
+
+    def make(self, first: int, cycles: int, rows: int, mean: int) -> None:
+        self.mean = mean
+        self.parts = [batch_of(torch.arange(first + cycle * rows, first + (cycle + 1) * rows), mean)
+                      for cycle in range(cycles)]
+
+    def cycles(self) -> float:
+        """Return when the last one has ended."""
+        for part in self.parts:
+            self.dock.put(part)
+            lease = self.dock.lease("update", len(part), wait=_WAIT)
+            got = self.dock.fetch(lease)
+            self.verify(torch.equal(got.ids, lease.ids) and
+                        torch.equal(got["tokens"].lengths, lengths_of(lease.ids, self.mean)))
+            self.dock.commit(lease)
+        return time.perf_counter()
+
+    def verify(self, same: bool) -> None:
+        if not same:
+            raise SystemExit(f"{self.name} got other rows than it asked for")
+
+    def clear(self) -> None:
+        """What was committed is gone."""
+
+    def close(self) -> None:
+        self.dock.close()
 
 
-def key_client(line: Connection, address: str, number: int) -> None:
-    """Run one client of the key-value interface: rounds until there are no more."""
-    torch.set_num_threads(1)
-    os.environ[transfer_queue.ADDRESS] = address
-    partition = f"client {number}"
-    transfer_queue.init()
-    line.send("ready")
-    while (job := line.recv()) is not None:
-        first, cycles, rows, mean = job
-        parts = [batch_of(torch.arange(first + cycle * rows, first + (cycle + 1) * rows), mean).to_tensordict()
-                 for cycle in range(cycles)]
-        keys = [[str(row) for row in part["ids"].tolist()] for part in parts]
-        line.send("made")
-        line.recv()
-        for names, part in zip(keys, parts):
-            transfer_queue.kv_batch_put(names, partition, part)
-            there = transfer_queue.kv_list(partition)[partition]
-            got = transfer_queue.kv_batch_get(names, partition)
-            if not (torch.equal(got["ids"], part["ids"]) and there.keys() >= {*names} and
-                    torch.equal(got["tokens"].offsets().diff(), lengths_of(part["ids"], mean))):
-                raise SystemExit(f"client {number} got other rows than it put")
-        line.send(time.perf_counter())
-        transfer_queue.kv_clear(sum(keys, []), partition)
+class KeyClient(Client):
+    """The same by the key-value interface, in a partition of its own."""
+
+    def __init__(self, number: int, address: str):
+        os.environ[transfer_queue.ADDRESS] = address
+        self.name = f"client {number}"
+        transfer_queue.init()
+
+    def make(self, first: int, cycles: int, rows: int, mean: int) -> None:
+        super().make(first, cycles, rows, mean)
+        self.parts = [part.to_tensordict() for part in self.parts]
+        self.keys = [[str(row) for row in part["ids"].tolist()] for part in self.parts]
+
+    def cycles(self) -> float:
+        for names, part in zip(self.keys, self.parts):
+            transfer_queue.kv_batch_put(names, self.name, part)
+            there = transfer_queue.kv_list(self.name)[self.name]
+            got = transfer_queue.kv_batch_get(names, self.name)
+            self.verify(torch.equal(got["ids"], part["ids"]) and there.keys() >= {*names} and
+                        torch.equal(got["tokens"].offsets().diff(), lengths_of(part["ids"], self.mean)))
+        return time.perf_counter()
+
+    def clear(self) -> None:
+        transfer_queue.kv_clear(sum(self.keys, []), self.name)
+
+    def close(self) -> None:
+        transfer_queue.close()
 
 
 class Driver:
@@ -108,50 +123,35 @@ class Driver:
     """
 
     def __init__(self, keys: bool) -> None:
-        self.token, self.children = secrets.token_bytes(32), []
-        self.run: tuple[Any, ...] = (key_client, transfer_queue.init()) if keys else self._dock()
-        self.clients: list[tuple[Any, Connection]] = []
-        self.next = 0
+        self.token, self.shards, self.next = secrets.token_bytes(32), [], 0
+        self.clients, self.given = (Served(KeyClient), (transfer_queue.init(),)) if keys else (
+            Served(Client), self._dock())
 
     def _dock(self) -> tuple[Any, ...]:
-        self.children = [start(self.token) for _ in range(2)]
-        addresses = [child.address for child in self.children]
+        self.shards = [start(self.token) for _ in range(2)]
+        addresses = [shard.address for shard in self.shards]
         with DockClient(addresses, self.token, "driver", timeout=_WAIT) as dock:
             dock.configure((Consumer("update", _COLUMNS),))
-        return client, addresses, self.token
+        return addresses, self.token
 
     def round(self, clients: int, cycles: int, rows: int, mean: int) -> float:
         """Return the seconds for every client's `cycles`."""
-        while len(self.clients) < clients:
-            self._start()
-        lines = [line for _, line in self.clients[:clients]]
-        for line in lines:
-            line.send((self.next, cycles, rows, mean))
+        for number in range(len(self.clients.lines), clients):
+            self.clients.add(number, *self.given)
+        for number in range(clients):
+            self.clients.order(number, "make", self.next, cycles, rows, mean)
             self.next += cycles * rows
-        for line in lines:
-            line.recv()
+        self.clients.answers()
         begin = time.perf_counter()
-        for line in lines:
-            line.send("go")
-        return max(line.recv() for line in lines) - begin
+        seconds = max(self.clients.ask_all("cycles")) - begin
+        self.clients.ask_all("clear")
+        return seconds
 
     def close(self) -> None:
-        for process, line in self.clients:
-            line.send(None)
-            process.join()
-        for child in self.children:
-            child.stop()
+        self.clients.close()
+        for shard in self.shards:
+            shard.stop()
         transfer_queue.close()
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        function, *given = self.run
-        process = context.Process(target=function, args=(theirs, *given, len(self.clients)))
-        process.start()
-        theirs.close()
-        ours.recv()
-        self.clients.append((process, ours))
 
 
 def contest(given: Namespace) -> list[Spread]:

@@ -24,13 +24,10 @@ trainer, which broadcasts them. Both by TCP, the latter in gloo's collectives.
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
 import secrets
 import socket
 import time
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy
@@ -39,7 +36,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks.group import on_ranks, timed
+from benchmarks.group import Served, on_ranks, timed
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed, ratios
 from distflow.config.models import missing_transport
 from distflow.data.exchange import gather_values
@@ -57,6 +54,7 @@ from workers.engines.tensor_parallel import ROW_PARALLEL
 
 TRANSPORTS = [way for way in ("memory", "ucx", "tcp") if not missing_transport(way)]
 GOAL, MIB = 0.8, 1 << 20
+TRAINER, ROLLOUT = range(2)
 _TENSOR = _PART = 16 * MIB
 
 
@@ -75,13 +73,11 @@ class Trainer:
         for _ in range(3):
             self.publish()
 
-    def publish(self) -> float:
+    def publish(self) -> None:
         for tensor in self.tensors.values():
             tensor += 1
         self.version += 1
-        begun = time.perf_counter()
         self.publisher.publish(self.version, self.tensors)
-        return time.perf_counter() - begun
 
     def open(self, said: dict[str, Any]) -> dict[str, Any]:
         """Return what the raw transports need to know."""
@@ -104,6 +100,9 @@ class Trainer:
         for begin in range(0, len(self.memory) if way == "ucx" else 0, _PART):
             self.source_end.end.move(self.source_end.end.endpoint.tag_send, self.memory[begin : begin + _PART],
                                      lambda _: None)
+
+    def close(self) -> None:
+        self.publisher.close()
 
     @property
     def memory(self) -> numpy.ndarray:
@@ -133,6 +132,9 @@ class Rollout:
         ways = transports(way, self.puller.buffers)
         return SourceConnections(lambda entry, head: SourceClient(entry, head, "rollout", token, ways, way,
                                                                   self.puller.deadline))
+
+    def close(self) -> None:
+        self.puller.close()
 
     def trim(self) -> None:
         self.puller.buffers.spare.clear()
@@ -166,57 +168,41 @@ class Rollout:
         return time.perf_counter() - begun
 
 
-def serve(line: Connection, kind: str, port: int, token: bytes) -> None:
-    store = TCPStoreClient("127.0.0.1", port, 60.0)
-    one = {"trainer": Trainer, "rollout": Rollout}[kind](store, token)
-    with contextlib.suppress(EOFError):
-        while True:
-            do, given = line.recv()
-            line.send(getattr(one, do)(*given))
+def process(kind: type[Trainer] | type[Rollout], port: int, token: bytes) -> Trainer | Rollout:
+    return kind(TCPStoreClient("127.0.0.1", port, 60.0), token)
 
 
-class Pair:
-    """Both processes; `ask` one of them, or `order` something and hear the answer later."""
+class Pair(Served):
+    """Both processes."""
 
     def __init__(self) -> None:
-        self.store = store_on("127.0.0.1")
-        context, token = multiprocessing.get_context("spawn"), secrets.token_bytes(32)
-        self.lines: dict[str, Connection] = {}
-        for kind in ("trainer", "rollout"):
-            self.lines[kind], theirs = context.Pipe()
-            context.Process(target=serve, args=(theirs, kind, self.store.port, token), daemon=True).start()
-        port = self.ask("trainer", "open", {})["port"]
-        reply = self.ask("trainer", "open", self.ask("rollout", "begin")) if "ucx" in TRANSPORTS else None
-        self.order("trainer", "accept")
-        self.ask("rollout", "connect", port, reply)
-        self.lines["trainer"].recv()
-
-    def order(self, kind: str, do: str, *given: Any) -> None:
-        self.lines[kind].send((do, given))
-
-    def ask(self, kind: str, do: str, *given: Any) -> Any:
-        self.order(kind, do, *given)
-        return self.lines[kind].recv()
+        self.store, token = store_on("127.0.0.1"), secrets.token_bytes(32)
+        super().__init__(process, [(kind, self.store.port, token) for kind in (Trainer, Rollout)])
+        port = self.ask(TRAINER, "open", {})["port"]
+        reply = self.ask(TRAINER, "open", self.ask(ROLLOUT, "begin")) if "ucx" in TRANSPORTS else None
+        self.order(TRAINER, "accept")
+        self.ask(ROLLOUT, "connect", port, reply)
+        self.answer(TRAINER)
 
     def pull(self, way: str) -> float:
-        self.ask("trainer", "publish")
-        return self.ask("rollout", "pull", way)
+        self.ask(TRAINER, "publish")
+        return self.ask(ROLLOUT, "pull", way)
 
     def raw(self, way: str, size: int) -> float:
-        lent = self.ask("trainer", "lend")
+        lent = self.ask(TRAINER, "lend")
         if way != "memory":
-            self.order("trainer", "send", way)
-        seconds = self.ask("rollout", "raw", way, size, lent)
+            self.order(TRAINER, "send", way)
+        seconds = self.ask(ROLLOUT, "raw", way, size, lent)
         if way != "memory":
-            self.lines["trainer"].recv()
+            self.answer(TRAINER)
         return seconds
 
 
 def measure(pair: Pair, mib: int, repeats: int) -> dict[str, Spread]:
     """Raw seconds over those of a pull, by transport."""
     size = mib * MIB
-    pair.ask("rollout", "trim")
-    pair.ask("trainer", "make", mib)
+    pair.ask(ROLLOUT, "trim")
+    pair.ask(TRAINER, "make", mib)
     sides: dict[str, Any] = {}
     for way in TRANSPORTS:
         sides[f"raw {way}"] = lambda _, way=way: pair.raw(way, size)
@@ -338,6 +324,7 @@ def main(arguments: list[str] | None = None) -> None:
     if missing := missing_transport("ucx"):
         print(f"ucx is left out: {missing}")
     found = {(mib, way): spread for mib in sizes for way, spread in measure(pair, mib, given.repeats).items()}
+    pair.close()
     measure_split(given.repeats)
     measure_spread(given.repeats, sizes[:2])
     worst = min(found, key=lambda case: found[case].median)

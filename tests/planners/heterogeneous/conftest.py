@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.qwen3 import folder
+from benchmarks.shapes import SHAPES
 from distflow.config.load import load
 from distflow.config.spec import Spec
 
@@ -13,8 +13,8 @@ from distflow.config.spec import Spec
 def mixed_spec(tmp_path):
     """`mixed_spec(dag, cluster, *overrides, size="4B")`: 64 prompts of up to 512 + 512 tokens."""
     def make(dag: str = "grpo", cluster: str = "h200_a100", *overrides: str, size: str = "4B") -> Spec:
-        own = [f"roles.actor.model={folder(size, tmp_path)}", "data.batch=64", "data.max_prompt_tokens=512",
-               "roles.actor.generation.max_new_tokens=512", *overrides]
+        own = [f"roles.actor.model={SHAPES['Qwen3-' + size].folder(tmp_path)}", "data.batch=64",
+               "data.max_prompt_tokens=512", "roles.actor.generation.max_new_tokens=512", *overrides]
         return load(dag, None, own, cluster)
 
     return make

@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from benchmarks.qwen3 import folder
+from benchmarks.shapes import SHAPES
 from distflow.cli import main
 from planners.heterogeneous.explain import bounds, duration, helps
 from planners.heterogeneous.search import search
@@ -19,7 +19,7 @@ def plan(tmp_path, capsys):
     """`plan(*arguments, dag="grpo", cluster="h200_a100")`: exit code, output and errors of `distflow plan`."""
     def run(*arguments: str, dag: str = "grpo", cluster: str = "h200_a100",
             size: str = "4B") -> tuple[int, str, str]:
-        sizes = [f"roles.actor.model={folder(size, tmp_path)}", "data.batch=64",
+        sizes = [f"roles.actor.model={SHAPES['Qwen3-' + size].folder(tmp_path)}", "data.batch=64",
                  "roles.actor.generation.max_new_tokens=512"]
         code = main(["plan", dag, "--cluster", cluster, *(part for text in sizes for part in ("--set", text)),
                      *arguments])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from small_problems import brute_force, random_problem
 
-from benchmarks.qwen3 import folder
+from benchmarks.shapes import SHAPES
 from distflow.config.extras import pip_line
 from distflow.config.load import load
 from distflow.errors import InvalidInput
@@ -70,7 +70,7 @@ CASES = Path(__file__).parent / "cases"
 
 def test_the_bound_is_below_what_exists(tmp_path):
     """A box of slow inner links is no reason to wait for it: nothing has to be sent there."""
-    spec = load("grpo", None, [f"roles.actor.model={folder('4B', tmp_path)}", "data.batch=8",
+    spec = load("grpo", None, [f"roles.actor.model={SHAPES['Qwen3-4B'].folder(tmp_path)}", "data.batch=8",
                                "data.max_prompt_tokens=512", "roles.actor.generation.max_new_tokens=256"],
                 str(CASES / "slow_inside.yaml"))
     found = searched(problem_of(spec))
