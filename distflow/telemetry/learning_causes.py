@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from distflow.telemetry.learning_facts import DOUBTS, FACTS, IMITATION, PAID, Seen, doubted, role_of
+from distflow.telemetry.learning_facts import DOUBTS, FACTS, IMITATION, PAID, SAMPLING, Seen, doubted, role_of
 from distflow.telemetry.learning_series import (
     FIRST,
     RECENT,
@@ -86,9 +86,6 @@ def _rate(series: Series, key: str, text: str) -> float:
     return number(text, math.nan) / 10 ** (adapts + judges) / (1 if large else 50)
 
 
-_SAMPLING = {"generate", "converse"}
-
-
 def _adapter(series: Series, key: str, text: str) -> float:
     rank = max(series.number(key.replace(".alpha", ".rank"), 16.0), 1.0)
     rooted = series.settings.get(key.replace(".alpha", ".rslora")) == "true"
@@ -112,7 +109,7 @@ def _of_steps(series: Series, _key: str, text: str) -> float:
 
 def _sampled(series: Series, _key: str, text: str) -> float:
     """Return how a run samples: 0 tokens are all of them."""
-    return number(text, math.nan) if series.known("response/alike") and series.functions & _SAMPLING else math.nan
+    return number(text, math.nan) if series.known("response/alike") and series.functions & SAMPLING else math.nan
 
 
 def _tokens(series: Series, key: str, text: str) -> float:
@@ -322,12 +319,9 @@ def _returned(series: Series, _since: int) -> Seen:
     return nearer >= 2
 
 
-def _left_behind(series: Series, _since: int) -> Seen:
-    """Return whether trainer and rollout part as the policy leaves its reference, and not before."""
-    far = dict(series.known("policy/kl_reference"))
-    apart = [value / far[step] ** 0.5 for step, value in series.known("mismatch/logprob_mean") if
-             far.get(step, 0.0) > 1e-4]
-    return len(apart) >= RECENT and min(apart) > 0.3 * max(apart)
+def _left_behind(series: Series, since: int) -> Seen:
+    """Return whether trainer and rollout part once something is trained: they had the same weights, and agreed."""
+    return since <= _EARLY and series.known("mismatch/logprob_mean")[0][1] < 1e-4
 
 
 def _endless(series: Series, _since: int) -> Seen:
@@ -392,7 +386,7 @@ CAUSES = (
     Cause(_returned, "the policy has lost its progress: its weights are those of the start again, as by a resume from "
           "the wrong checkpoint", "distflow resume  takes the newest checkpoint", "reference_moves"),
     Cause(_left_behind, "the sampler never gets what is trained, or a node gives the reference's log-probabilities as "
-          "the sampler's: they are of other weights, and part from the trainer's just as it leaves its reference",
+          "the sampler's: they equal the trainer's in the first step, and no longer once it has trained",
           "what loads weights into the sampler, or the node that writes `rollout_logprobs`", "mismatch"),
     Cause(_endless,
           "conversations always go on to their last turn ({0:.0f}): the environment does not end at a final answer",

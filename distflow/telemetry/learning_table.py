@@ -126,6 +126,17 @@ def _on_policy(series: Series) -> bool:
     return max(series.last("staleness/max", 3) or [0.0]) == 0
 
 
+def _one_sided(series: Series) -> bool:
+    """Whether differences have one sign, as rounding has not, and are small, as those of foreign tokens are not."""
+    return _on_policy(series) and series.recent("mismatch/logprob_max", 3) < 2 and math.log(
+        series.recent("mismatch/perplexity_ratio", 3)) > 0.9 * series.recent("mismatch/logprob_mean", 3)
+
+
+def _no_longer_exact(series: Series) -> bool:
+    """Whether trainer and rollout agreed to rounding in the first step: training changes nothing in that."""
+    return _on_policy(series) and series.known("mismatch/logprob_mean")[0][1] < 1e-4
+
+
 def _grew(series: Series) -> float:
     """Return how many times as long as at the start completions are, if the reward pays for more than to be right.
     Of conversations each turn counts: those that are right at once end at once."""
@@ -404,6 +415,12 @@ READINGS = (
             "expect about 1", "the advantage is not divided by the deviation of rewards",
             "nodes.{node}.with.normalize=batch , or a node `group_advantage`",
             when=lambda series: "distillation_advantage" not in series.functions),
+    Reading("mismatch", UPDATE, "mismatch/perplexity_ratio", 1.003,
+            "The sampler finds its tokens likelier than the trainer does, by {value:.3g} times, and none less likely",
+            "its log-probabilities are of another distribution: processed by `top_p`, `top_k`, `min_p` or a lower "
+            "temperature, or renormalised among fewer tokens", "what the sampler returns: log-probabilities before "
+            "`top_p` and `top_k`, at the temperature that is trained", when=_one_sided),
+    Reading("mismatch", UPDATE, "mismatch/logprob_mean", 0.002, *_MISMATCH, when=_no_longer_exact),
     Reading("mismatch", UPDATE, "mismatch/logprob_mean", 0.25, *_MISMATCH, when=_on_policy),
     Reading("mismatch", UPDATE, "mismatch/logprob_mean", 0.02, *_MISMATCH, when=_on_policy, base=10, rise=3),
     Reading("policy_stuck", UPDATE, "*grad_norm", 0.0, "The parameters are as they were: `{metric}` stays 0",
@@ -429,9 +446,9 @@ READINGS = (
             when=lambda series: len(series.steps) >= 2 * RECENT and not any(
                 value > 0.75 for name in series.known_names("gradient/share_of_layer/")
                 for step, value in series.known(name) if step <= series.steps[-RECENT - 1])),
-    Reading("reference_differs", UPDATE, "policy/kl_reference", 0.05, *_FAR, steps=1,
+    Reading("reference_differs", UPDATE, "policy/kl_reference", 0.003, *_FAR, steps=1,
             when=lambda series: _untrained(series) and _one_update(series)),
-    Reading("reference_differs", UPDATE, "reward/kl", 0.05, *_FAR, steps=1, per="response/length", when=_untrained),
+    Reading("reference_differs", UPDATE, "reward/kl", 0.003, *_FAR, steps=1, per="response/length", when=_untrained),
     Reading("reference_moves", UPDATE, "policy/kl_reference", 0.0, "KL to the reference is always 0",
             "the reference takes the policy's weights in each step (follow), so that it holds nothing",
             "roles.reference.follow=null , or a mix below 1 and a larger  every", most=0.0, steps=8,
@@ -445,6 +462,13 @@ READINGS = (
     Reading("reference_moves", UPDATE, "preference/margin", -1e-6, "Policy and reference differ in nothing, ever",
             "the reference takes the policy's weights in each step (follow), or is the policy itself",
             "roles.reference.follow=null", most=1e-6, steps=8),
+    Reading("gradients_kept", UPDATE, "*gradient/kept", 1.0, "Gradients are left behind an update",
+            "they are not set to zero, so that gradients of earlier steps add up in each update",
+            "the loop or hook that replaces  zero_grad()"),
+    Reading("teacher_differs", ADVANTAGE, "distillation/misplaced", 0.1, "The token before or after explains a "
+            "teacher's log-probability better than its own token (by {value:.0%} of the variance)",
+            "the log-probabilities of the teacher are shifted by one token: they belong to the neighbours",
+            "what writes or changes `teacher_logprobs`: one for each token of `responses`, in its place"),
     Reading("optimizer_forgets", UPDATE, "*gradient/remembered", 1e-9,
             "The optimizer remembers {value:.0f} updates, and {before:.0f} in the step before",
             "its state is cleared or made anew (each step, or by a resume without it): every update is as large as the "
@@ -489,7 +513,7 @@ READINGS = (
     Reading("truncation", POLICY, "response/truncated", 0.5, *_CUT, **_SYMPTOM, **_LIMIT, when=_speaks),
     Reading("truncation", POLICY, "response/truncated", 0.0, *_CUT, **_SYMPTOM, **_LIMIT, rise=1, plus=0.25,
             when=_rewarded),
-    Reading("repetition", POLICY, "response/repetition", 0.1,
+    Reading("repetition", POLICY, "response/repetition", 0.15,
             "{value:.0%} of the runs of four tokens in a completion were in it before",
             "the policy goes round in circles: what repeats earns; or it has left the language that it knew",
             "nodes.{node}.with.kl=0.01 , and a reward that does not pay for what repeats", steps=RECENT, rows="long",

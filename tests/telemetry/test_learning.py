@@ -34,6 +34,7 @@ def steps_of(count: int, seed: int = 0, first: int = 0, **changed: float | None)
     missing."""
     draw = random.Random(seed)
     lines = [{name: value * draw.uniform(0.9, 1.1) for name, value in HEALTHY.items()} | {"step": step} |
+             ({"policy/kl_reference": 1e-4} if step == 1 else {}) |
              ({name.replace("__", "/"): value for name, value in changed.items()} if step >= first else {})
              for step in range(1, count + 1)]
     return [{name: value for name, value in line.items() if value is not None} for line in lines]
@@ -91,6 +92,8 @@ def test_noise_is_no_fault(seed):
     ("answers_not_found", {"reward__unanswerable": 0.4}),
     ("advantage_scale", {"advantages__std": 0.001}),
     ("reference_moves", {"preference__margin": 0.0}),
+    ("teacher_differs", {"distillation__misplaced": 0.4}),
+    ("gradients_kept", {"gradient__kept": 1.0}),
 ])
 def test_each_fault_is_named_soon_and_since_its_first_step(detector, changed):
     found = {fault.detector: fault for fault in faults_of(steps_of(40, first=21, **changed))}
@@ -449,13 +452,52 @@ def test_what_changed_with_a_fault_comes_before_what_its_rule_supposes():
     assert fault.evidence.probable.startswith("`prompt/length` leapt from 20 to 90 at step 21")
 
 
-@pytest.mark.parametrize(("at_start", "told"), [(0.0, True), (0.04, False)])
+@pytest.mark.parametrize(("at_start", "told"), [(1e-7, True), (0.04, False)])
 def test_a_sampler_that_is_left_behind_is_told_from_one_that_computes_otherwise(at_start, told):
-    """Its log-probabilities part from the trainer's as the policy leaves its reference; kernels differ at once."""
-    steps = [line | {"policy/kl_reference": 1e-5 * line["step"] ** 4, "mismatch/logprob_mean":
-                     at_start + 0.002 * line["step"] ** 2} for line in steps_of(24, first=1000)]
+    """It agrees with the trainer until something is trained, however slowly they part; kernels differ at once."""
+    steps = [line | {"mismatch/logprob_mean": at_start + 0.002 * (line["step"] - 1) ** (1 if told else 2)}
+             for line in steps_of(24, first=1000)]
     fault = next(fault for fault in faults_of(steps) if fault.detector == "mismatch")
     assert ("never gets what is trained" in fault.evidence.probable) == told
+
+
+@pytest.mark.parametrize(("perplexity", "told"), [(1.0238, ["mismatch"]), (1.004, [])])
+def test_log_probabilities_among_fewer_tokens_are_told_by_their_sign(perplexity, told):
+    """Rounding of a GPU differs as much, to both sides."""
+    steps = steps_of(12, mismatch__logprob_mean=0.0235, mismatch__logprob_max=0.3, mismatch__perplexity_ratio=perplexity)
+    found = faults_of(steps)
+    assert [fault.detector for fault in found] == told
+    assert all("`top_p`" in fault.evidence.probable for fault in found)
+
+
+@pytest.mark.parametrize(("mode", "told"), [("sync", ["mismatch"]), ("async", [])])
+def test_old_samples_in_mode_sync_are_told_with_the_role_that_sampled(mode, told):
+    steps = [line | {"staleness/max": line["step"] - 1.0} for line in steps_of(12, first=1000)]
+    found = faults_of(steps, SYNC | {"mode": mode, "nodes.rollout.function": "generate",
+                                     "nodes.rollout.role": "reference"})
+    assert [fault.detector for fault in found] == told
+    assert all("`nodes.rollout.role` is reference" in fault.evidence.probable for fault in found)
+
+
+@pytest.mark.parametrize(("far", "told"), [(0.03, ["reference_differs"]), (0.0004, [])])
+def test_a_copied_reference_is_the_policy_until_something_is_trained(far, told):
+    steps = [line | {"policy/kl_reference": far + 1e-3 * (line["step"] - 1)} for line in steps_of(12, first=1000)]
+    assert [fault.detector for fault in faults_of(steps, SYNC | {"roles.reference.copy_of": "actor"})] == told
+
+
+@pytest.mark.parametrize(("loss", "told"), [(0.7322, ["reference_differs"]), (math.log(2), [])])
+def test_pairs_have_the_loss_of_no_difference_until_something_is_trained(loss, told):
+    steps = [{"step": step, "loss": loss - 0.001 * (step - 1), "preference/better": 0.1 * (step - 1)}
+             for step in range(1, 9)]
+    assert [fault.detector for fault in faults_of(steps, {"nodes.update.function": "preference_update"})] == told
+
+
+@pytest.mark.parametrize(("std", "told"), [(0.0, True), (0.45, False)])
+def test_parts_that_cancel_each_other_are_named(std, told):
+    steps = [line | {"reward/std": std, "reward/math": 0.1 * (line["step"] % 5), "reward/cancels":
+                     1 - 0.1 * (line["step"] % 5)} for line in steps_of(7, first=1000)]
+    assert [fault.evidence.what for fault in faults_of(steps)] == [
+        "All completions of a step earn the same, though `cancels` and `math` vary"] * told
 
 
 @pytest.mark.parametrize(("turns", "told"), [(4.0, True), (2.5, False)])

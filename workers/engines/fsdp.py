@@ -179,6 +179,7 @@ class FSDPEngine(Trainer):
         self.optimizer = self._optimizer() if trained else None
         shards = [shard for group in self.optimizer.param_groups for shard in group["params"]] if self.optimizer else []
         self.looked_at = [(shard, _some_places(shard), _pieces(shard) / self.mesh.size()) for shard in shards]
+        self.kept = False  # whether a gradient is left behind an update, which the next one adds to
         self.moved: float | None = None  # share of these weights that the last update has moved
 
     @staticmethod
@@ -337,11 +338,12 @@ class FSDPEngine(Trainer):
             self.optimizer.step()
             self.moved = self._moved(before, rate) if rate else None
         self.zero_grad()
+        self.kept = any(shard.grad is not None for shard in self.shards().values())
         return norm
 
     def remembered(self) -> dict[str, float]:
         state = next(iter(self.optimizer.state.values()), {}) if self.optimizer else {}
-        moved = {} if self.moved is None else {"gradient/moved": self.moved}
+        moved = {"gradient/kept": float(self.kept)} | ({} if self.moved is None else {"gradient/moved": self.moved})
         return moved | ({"gradient/remembered": float(state["step"])} if "step" in state else {})
 
     def _some_weights(self) -> Tensor:

@@ -146,10 +146,29 @@ def distillation_update(
 
 
 @node(writes="advantages")
-def distillation_advantage(rollout_logprobs: Ragged, teacher_logprobs: Ragged,
+def distillation_advantage(responses: Ragged, rollout_logprobs: Ragged, teacher_logprobs: Ragged,
                            response_mask: Ragged | None = None) -> Ragged:
     """Return log p_teacher - log p_student of each sampled token, the advantages of KL(student || teacher) (MiniLLM, Gu
     et al. 2024); each token counts for itself alone (Lu et al. 2025, "On-Policy Distillation")."""
     reverse_T = kl_estimate(rollout_logprobs.values, teacher_logprobs.values, "k1")
     current().mean_of("distillation/reverse_kl", reverse_T[trained_mask(rollout_logprobs, response_mask).values])
+    current().mean("distillation/misplaced", *_misplaced(responses, teacher_logprobs.values.double()))
     return rollout_logprobs.with_values(-reverse_T)
+
+
+def _misplaced(responses: Ragged, logprobs_T: Tensor) -> tuple[Tensor, int]:
+    """Return how much more of the variance of log-probabilities the token before or after explains than the token that
+    they should belong to, times the tokens that have both, and the number of these."""
+    row_of, tokens_T = responses.row_of, responses.values
+    inner_S = 1 + (row_of[2:] == row_of[:-2]).nonzero().squeeze(1)
+    own, before, after = (_explained(logprobs_T[inner_S], tokens_T[inner_S + place]) for place in (0, -1, 1))
+    return (torch.maximum(before, after) - own) * len(inner_S), len(inner_S)
+
+
+def _explained(values_S: Tensor, tokens_S: Tensor) -> Tensor:
+    """Return the share of a variance that is between tokens, adjusted for their number; 0 if it has no value."""
+    kinds, kind_S, counts = torch.unique(tokens_S, return_inverse=True, return_counts=True)
+    means = torch.zeros(len(kinds), dtype=values_S.dtype).index_add(0, kind_S, values_S) / counts
+    within, total = (values_S - means[kind_S]).square().sum(), (values_S - values_S.mean()).square().sum()
+    share = 1 - within / total * (len(values_S) - 1) / (len(values_S) - len(kinds))
+    return torch.where(share.isfinite(), share, 0.0)

@@ -20,10 +20,20 @@ def ragged(rows, dtype=torch.float64):
 def test_each_token_gains_what_the_teacher_gives_it_more_and_the_metric_counts_trained_ones():
     student, teacher = ragged([[-1.0, -2.0], [], [-3.0]]), ragged([[-1.5, -0.25], [], [-4.0]])
     reported()
-    advantages = distillation_advantage(student, teacher, ragged([[True, False], [], [True]], torch.bool))
+    advantages = distillation_advantage(student, student, teacher, ragged([[True, False], [], [True]], torch.bool))
     assert advantages.values.tolist() == pytest.approx([-0.5, 1.75, -1.0], abs=1e-6)
     assert advantages.lengths.tolist() == [2, 0, 1]
     assert reported()["distillation/reverse_kl"] == pytest.approx(0.75, abs=1e-6)
+
+
+@pytest.mark.parametrize(("places", "misplaced"), [(0, -1.0), (1, 1.0), (-1, 1.0)])
+def test_log_probabilities_of_a_neighbour_are_told(places, misplaced):
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 20, (40, 30), generator=draw)
+    teacher = ragged((-tokens.double()).roll(places, 1).tolist())
+    reported()
+    distillation_advantage(ragged(tokens.tolist(), torch.int64), teacher, teacher)
+    assert reported()["distillation/misplaced"] == pytest.approx(misplaced, abs=0.1)
 
 
 KINDS = [("reverse_kl", 0.5), ("forward_kl", 0.5), ("jensen_shannon", 0.2), ("jensen_shannon", 0.9)]
