@@ -464,8 +464,8 @@ def test_a_sampler_that_is_left_behind_is_told_from_one_that_computes_otherwise(
 @pytest.mark.parametrize(("perplexity", "told"), [(1.0238, ["mismatch"]), (1.004, [])])
 def test_log_probabilities_among_fewer_tokens_are_told_by_their_sign(perplexity, told):
     """Rounding of a GPU differs as much, to both sides."""
-    steps = steps_of(12, mismatch__logprob_mean=0.0235, mismatch__logprob_max=0.3, mismatch__perplexity_ratio=perplexity)
-    found = faults_of(steps)
+    found = faults_of(steps_of(12, mismatch__logprob_mean=0.0235, mismatch__logprob_max=0.3,
+                               mismatch__perplexity_ratio=perplexity))
     assert [fault.detector for fault in found] == told
     assert all("`top_p`" in fault.evidence.probable for fault in found)
 
