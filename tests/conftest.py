@@ -247,6 +247,14 @@ def run_once(ready: Ready, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 
 @pytest.fixture
+def store() -> Any:
+    """A TCPStore that this process hosts."""
+    from stores import hosted
+
+    return hosted()
+
+
+@pytest.fixture
 def etcd_of(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """`etcd_of(members)`."""
     if not shutil.which("etcd"):

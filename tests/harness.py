@@ -31,7 +31,7 @@ report: false
 SEED_WITH_CLEAR_DRAWS = ("seed=2",)
 """With this seed each draw of GRPO in `TINY` is 6e-7 or more from where another token would be drawn, with seed 0 one
 is at 6e-8. Rows that are sampled in other company are rounded otherwise, by up to 4e-7. PPO needs another seed:
-`test_trainers.py`."""
+`test_equal_runs.py`."""
 
 REWARD = """
 from distflow import reward
@@ -128,3 +128,20 @@ def metrics_of(folder: Path) -> dict[int, dict[str, Any]]:
         if not any(name.startswith("validation") for name in line):
             found.setdefault(line["step"], {}).update(line)
     return {step: values for step, values in found.items() if "loss" in values}
+
+
+COMPARED = ("reward/mean", "environment/reward", "loss", "grad_norm", "policy/kl_reference", "value/")
+"""Beginnings of the names of metrics that equal runs have, up to rounding."""
+
+
+def require_equal(found: dict[int, dict[str, Any]], expected: dict[int, dict[str, Any]]) -> None:
+    """The same samples in each step, and the same training on them."""
+    assert found.keys() == expected.keys()
+    for step, line in expected.items():
+        for name in line.keys() | found[step].keys():
+            if name.startswith("response/fingerprint"):
+                assert found[step].get(name) == line.get(name), (step, name)
+            elif name.startswith(COMPARED):
+                rel = 1e-3 if "grad_norm" in name or name.startswith("value/") else 1e-4
+                assert found[step].get(name) == (
+                    pytest.approx(line[name], rel=rel, abs=1e-5, nan_ok=True) if name in line else None), (step, name)

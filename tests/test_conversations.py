@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from harness import events_of, lines_of, metrics_of
+from harness import events_of, lines_of, metrics_of, require_equal
 
 from distflow.telemetry.run_reader import RunReader
 
@@ -132,10 +132,9 @@ def test_models_look_at_prompts_that_are_done_and_not_at_rows_that_were_dropped(
         launch(ranks, *watched, "--name", name, *settings)
     whole, *others = (metrics_of(workspace / f"runs/{name}") for name in sides)
     assert len(whole) == 3
+    for other in others:
+        require_equal(other, whole)
     for step, other in ((step, other) for step in whole for other in others):
-        assert whole[step]["response/fingerprint"] == other[step]["response/fingerprint"]
-        for metric in ("loss", "grad_norm", "policy/kl_reference"):
-            assert whole[step][metric] == pytest.approx(other[step][metric], rel=1e-3, abs=1e-5), (step, metric)
         assert other[step]["shown"] == other[step]["filter/rollout/kept"] == whole[step]["filter/rollout/kept"] > 0
     trained = {row["row"] for row in RunReader(workspace / "runs/whole").rows("samples")}
     asked = {row // 4 for row in trained}

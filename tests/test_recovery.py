@@ -22,36 +22,44 @@ from distflow.config.memory_limit import available
 
 STEPS = 12
 EXACT = ("reward/mean", "loss", "grad_norm", "response/fingerprint")
-SYNC = [
-    {"kind": "kill", "step": 2, "phase": "generating"},
-    {"kind": "raise", "step": 3, "phase": "inference"},
-    {"kind": "kill", "step": 4, "phase": "saving"},
-    {"kind": "kill", "step": 5, "phase": "publishing"},
-    {"kind": "kill", "step": 6, "phase": "validating"},
-    {"kind": "stop", "step": 7, "phase": "training"},
-    {"kind": "corrupt", "step": 8, "phase": "validating"},
-    {"kind": "kill", "step": 9, "phase": "generating"},
-    {"kind": "raise", "step": 10, "phase": "waiting"},
-    {"kind": "kill", "step": 11, "phase": "training"},
-    {"kind": "kill", "step": 12, "phase": "ending"},
-]
-TRAINER = [
-    {"kind": "kill", "step": 2, "phase": "training"},
-    {"kind": "raise", "step": 3, "phase": "waiting"},
-    {"kind": "kill", "step": 4, "phase": "saving"},
-    {"kind": "kill", "step": 5, "phase": "publishing"},
-    {"kind": "kill", "step": 6, "phase": "validating"},
-    {"kind": "stop", "step": 7, "phase": "training"},
-    {"kind": "corrupt", "step": 8, "phase": "validating"},
-    {"kind": "kill", "step": 9, "phase": "waiting"},
-    {"kind": "kill", "step": 12, "phase": "ending"},
-]
-ROLLOUT = [
-    {"kind": "kill", "step": 3, "phase": "generating", "group": "rollout"},
-    {"kind": "kill", "step": 5, "phase": "pulling", "group": "rollout"},
-    {"kind": "stop", "step": 6, "phase": "generating", "group": "rollout"},
-    {"kind": "raise", "step": 8, "phase": "waiting", "group": "rollout"},
-]
+
+
+def faults_of(text: str, **more: str) -> list[dict[str, Any]]:
+    """Faults, one a line: kind, step and phase."""
+    return [{"kind": kind, "step": int(step), "phase": phase, **more}
+            for kind, step, phase in map(str.split, text.strip().splitlines())]
+
+
+SYNC = faults_of("""
+    kill     2  generating
+    raise    3  inference
+    kill     4  saving
+    kill     5  publishing
+    kill     6  validating
+    stop     7  training
+    corrupt  8  validating
+    kill     9  generating
+    raise   10  waiting
+    kill    11  training
+    kill    12  ending
+""")
+TRAINER = faults_of("""
+    kill     2  training
+    raise    3  waiting
+    kill     4  saving
+    kill     5  publishing
+    kill     6  validating
+    stop     7  training
+    corrupt  8  validating
+    kill     9  waiting
+    kill    12  ending
+""")
+ROLLOUT = faults_of("""
+    kill     3  generating
+    kill     5  pulling
+    stop     6  generating
+    raise    8  waiting
+""", group="rollout")
 WINDOWS = "robust: {detectors: {stalled: {seconds: 20}, no_tokens: {seconds: 8, answer: 6}, frozen: {seconds: 8}}}\n"
 VALIDATION = "validation: {every: 4, reward: brevity, data: {held: held.jsonl}}\n"
 GRPO = ("--dag", "grpo.yaml", *SEED_WITH_CLEAR_DRAWS)
@@ -162,7 +170,7 @@ def test_in_sync_it_has_the_same_samples_and_the_same_bits(launch, workspace, wr
 
 def test_torchrun_starts_everything_again(workspace, write, left, ready):
     """With `restarts: 0`; the run goes on in its folder, and not in that of an earlier one."""
-    settings = write("calm", [{"kind": "kill", "step": 3, "phase": "training"}], "steps=5", "mode=async",
+    settings = write("calm", faults_of("kill 3 training"), "steps=5", "mode=async",
                      "checkpoint.every=1", "robust.restarts=0")
     line = command(2, *(word for word in (*GRPO, *settings) if word not in ("--name", "calm")))
     line.insert(line.index("--standalone"), "--max-restarts=2")
@@ -250,16 +258,16 @@ def test_what_a_user_wrote_wrongly_ends_the_run_with_its_traceback(launch, works
 
 
 @pytest.mark.parametrize(("ranks", "faults", "more", "said"), [
-    (1, ["raise 1"], (), ("it failed before it had done its first step", "faults[0] of the run file was to be raised")),
-    # also of a trainer that has sampled many prompts in it
-    (2, ["raise 1"], ("mode=semi_sync", "groups.rollout=1"),
+    (1, "raise 1 training", (),
      ("it failed before it had done its first step", "faults[0] of the run file was to be raised")),
-    (1, ["raise 2", "kill 3"], ("robust.restarts=1",),
+    # also of a trainer that has sampled many prompts in it
+    (2, "raise 1 training", ("mode=semi_sync", "groups.rollout=1"),
+     ("it failed before it had done its first step", "faults[0] of the run file was to be raised")),
+    (1, "raise 2 training\nkill 3 training", ("robust.restarts=1",),
      ("its 1 restarts are used up (robust.restarts in the run file)", "The first failure was that of rank 0 in step 2:"
       " distflow.recovery.fault_injection.Injected: faults[0] of the run file was to be raised"))])
 def test_failures_that_are_not_a_machines_end_the_run(launch, write, left, ranks, faults, more, said):
-    planned = [{"kind": fault.split()[0], "step": int(fault.split()[1]), "phase": "training"} for fault in faults]
-    require_ended(launch(ranks, *GRPO, *write("ended", planned, *more), code=None), left, *said)
+    require_ended(launch(ranks, *GRPO, *write("ended", faults_of(faults), *more), code=None), left, *said)
 
 
 def require_ended(done: subprocess.CompletedProcess, left: Callable[[], list[str]], *said: str) -> None:
@@ -269,8 +277,11 @@ def require_ended(done: subprocess.CompletedProcess, left: Callable[[], list[str
     assert left() == []
 
 
-LOST = [{"kind": "corrupt", "step": 5, "phase": "validating"}, {"kind": "corrupt", "step": 5, "phase": "validating"},
-        {"kind": "kill", "step": 6, "phase": "training"}]
+LOST = faults_of("""
+    corrupt  5  validating
+    corrupt  5  validating
+    kill     6  training
+""")
 
 
 @pytest.mark.parametrize(("mode", "snapshots"), [("async", "true"), ("semi_sync", "false")])

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from stores import hosted
 
 from distflow.errors import DistflowError, InvalidInput
 from distflow.recovery import membership
@@ -19,11 +18,6 @@ from distflow.store.etcd import EtcdStore
 from distflow.telemetry.heartbeat import Silence
 
 LONG = 600.0
-
-
-@pytest.fixture
-def store():
-    return hosted()
 
 
 @pytest.fixture

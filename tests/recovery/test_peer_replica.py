@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import xxhash
-from stores import hosted
 
 from distflow.recovery.peer_replica import PeerReplica, ring
 from distflow.recovery.replica_server import ReplicaServer
@@ -42,11 +41,6 @@ SIZE = 1 << 22
 ], ids=["two", "three", "two of two", "one trains", "a part of one", "one machine", "one and a half"])
 def test_who_keeps_whose_copies(training, local, blocks, expected):
     assert ring(training, local, blocks) == expected
-
-
-@pytest.fixture
-def store():
-    return hosted()
 
 
 @pytest.fixture

@@ -90,11 +90,6 @@ def test_pause_before_waits_for_what_may_pass_at_the_end_of_a_step(failures, wai
     assert bool(pause_before(Attempt(len(failures), tuple(failures)))) is waits
 
 
-@pytest.fixture
-def store():
-    return hosted()
-
-
 def rank_of(store: TCPStoreClient, rank: int, ranks: int = 3, name: str = "trainer",
             budget: int = 20) -> RestartCoordinator:
     return RestartCoordinator(store, RestartGroup(name, range(ranks), "trainer"), rank, budget)

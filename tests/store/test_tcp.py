@@ -11,15 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from stores import StoreProcess, client, hosted
+from stores import StoreProcess, client
 
 from distflow.store.interface import StoreUnavailable
 from distflow.store.tcp import TCPStoreClient, store_on
-
-
-@pytest.fixture
-def store():
-    return hosted()
 
 
 @pytest.fixture

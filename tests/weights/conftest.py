@@ -19,13 +19,6 @@ def token():
 
 
 @pytest.fixture
-def store():
-    from stores import hosted
-
-    return hosted()
-
-
-@pytest.fixture
 def events(tmp_path):
     """`events(kind)`: those that the processes of this test have recorded."""
     path = tmp_path / "events.jsonl"

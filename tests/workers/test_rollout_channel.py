@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from stores import hosted
 
 from distflow.config.load import load
 from distflow.data.batch import Batch, Ragged
@@ -36,11 +35,6 @@ def tokens(port: int, exported: list[str]) -> str:
             return RunStore(60).agreed_token().hex()
         except Disagreement as error:
             return str(error)
-
-
-@pytest.fixture
-def store():
-    return hosted()
 
 
 def test_run_token_without_a_secret_comes_from_the_store(store, monkeypatch):

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from stores import hosted
 from weights.movers import Mover
 
 from distflow.store.tcp import TCPStoreClient
@@ -19,11 +18,6 @@ from workers.engines import weight_updates
 from workers.engines.weight_updates import WeightUpdates
 
 TOKEN, LIMIT = secrets.token_bytes(32), 60.0
-
-
-@pytest.fixture
-def store():
-    return hosted()
 
 
 @pytest.fixture
