@@ -78,7 +78,7 @@ class Sink:
         self.validated: dict[str, float] = {}  # what validations have found that detectors have not seen
         self.fault: LearningFault | None = None  # what has ended the run, on rank 0
         self.stopped = False  # a detector has ended the run
-        self.learning = self._learning_monitor() if self.folder else None
+        self.learning: LearningMonitor | None = None  # on rank 0, from the start on, when the settings are written
         if not context.plan.groups:  # where others sample, a node's seconds contain work of other groups
             now = make_plan(spec, plan.ranks)  # settings may have changed since this job was planned
             timings.current().open(path / timings.NAME, dist.get_rank(), now.digest)
@@ -119,6 +119,7 @@ class Sink:
         """Validate before the first step, or conclude the last again after a restart. Return whether the run ends."""
         events.current().step = step + 1
         self.best, self.worse, self.over = self._best_so_far()
+        self.learning = self._learning_monitor() if self.folder else None
         over = False
         if not self.unconcluded:
             for line in (f"{self.plan.name}: writing to {self.path}", *(f"note: {note}" for note in self.plan.notes)):

@@ -227,18 +227,26 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str, bool]:
     return "", "", False
 
 
+_TIED = re.compile(r"\b(lm_head|embed_out|embed_tokens|embed_in|wte|word_embeddings)\b")
+"""Names of heads and embeddings, which may be one tensor."""
+_UNTIE = "h = m.get_output_embeddings(); h = getattr(h, 'base_layer', h); h.weight = type(h.weight)(h.weight.clone(" \
+         ")); m.config.tie_word_embeddings = False; "
+
+
 def _merging(folder: Path) -> str:
-    """Return the line that makes a whole model of an adapter."""
+    """Return the line that makes a whole model of an adapter. One of a head that is the embeddings is merged into a
+    copy: peft would merge it into both (peft#2777)."""
     adapter = settings_in(folder / "adapter_config.json")
     base, classifier = str(adapter.get("base_model_name_or_path") or ""), adapter.get("task_type") == "SEQ_CLS"
     kind, labels = ("SequenceClassification", ", num_labels=1") if classifier else ("CausalLM", "")
     load = f"peft.AutoPeftModelFor{kind}.from_pretrained({str(folder)!r}{labels}, dtype='float32')"
+    untie = _UNTIE if _TIED.search(str(adapter.get("target_modules"))) and not classifier else ""
     here = not base or Path(base).exists() or on_hub(base, "models")
     first = "" if here and not _ROUNDED.search(base) else \
         f"It names the model `{base}`, which is {'quantized' if here else 'not here'}. Write the whole one's in " \
         f"{shown(folder / 'adapter_config.json')}, as `base_model_name_or_path`.\n"
-    return f"{first}Merge both, and copy the tokenizer's files:  python -c \"import peft; m = {load}" \
-           ".merge_and_unload(); m.save_pretrained('merged')\""
+    return f"{first}Merge both, and copy the tokenizer's files:  python -c \"import peft; m = {load}; {untie}" \
+           "m.merge_and_unload().save_pretrained('merged')\""
 
 
 def _quantized(folder: Path, how: Any) -> tuple[str, str, bool]:

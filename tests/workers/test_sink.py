@@ -77,6 +77,13 @@ def test_a_worker_that_starts_again_while_the_last_validation_is_awaited_trains_
     assert train(sink(dict.fromkeys(range(10), 0.95), last, **other), last) > last, "under other settings it goes on"
 
 
+def test_detectors_go_by_the_settings_with_which_a_run_is_resumed(sink, tmp_path):
+    resumed = sink({}, 4, concluded=True)
+    (tmp_path / "run.yaml").write_text("data: {max_prompt_tokens: 8}")  # as a resume writes it before the first step
+    resumed.start(4)
+    assert resumed.learning.series.settings == {"data.max_prompt_tokens": "8"}
+
+
 def test_an_end_after_a_step_that_is_done_again_counts_no_more(sink):
     assert train(sink({0: 0.3, 1: 0.2, 2: 0.1}, patience=2)) == 3
     assert train(sink({1: 0.4, 2: 0.3, 3: 0.5, 4: 0.1, 5: 0.1}, 1, patience=2), 1) == 6
@@ -85,7 +92,8 @@ def test_an_end_after_a_step_that_is_done_again_counts_no_more(sink):
 def test_a_step_that_fails_again_after_an_older_snapshot_is_repeated_once(sink, tmp_path):
     """The worker is back some steps, so that the step that fails is not its first."""
     def repeat(first: int, spike: float, at: int = 12) -> Sink:
-        made = sink({}, first - 1 or None, detectors="{loss_spike: restart}")
+        made = sink({}, first - 1 or None, True, detectors="{loss_spike: restart}")
+        made.start(first - 1)
         for step in range(first, at + 1):
             metrics = {"grad_norm": spike if step == at else 1.0 + 0.01 * step, "seconds": 1.0}
             if made.folder:

@@ -13,9 +13,10 @@ from ranks import run_ranks
 from reported import reported
 from torch.distributed.tensor import DTensor
 from training import layered, loss_of, plain_logprobs, role_of
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from distflow.config.dag import Role
+from distflow.config.load import load_for_planning
 from distflow.config.run import Lora, RoleRun
 from distflow.errors import EngineError
 from workers.engines import fsdp
@@ -125,6 +126,23 @@ def test_a_value_head_is_trained_and_saved_whole(tmp_path, model):
         expected = valued(tokens).logits
         assert torch.allclose(whole(tokens).logits, expected, atol=1e-4)
         assert torch.allclose(theirs(tokens).logits, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "q_proj"])
+def test_the_line_that_merges_an_adapter_gives_what_peft_computes(tmp_path, monkeypatch, model, target):
+    """Also where the adapted head or embeddings are tied (peft#2777), and in float32 whatever the base is in."""
+    monkeypatch.chdir(tmp_path)
+    base, tokens = copy.deepcopy(model).to(torch.bfloat16), torch.arange(5, 15)[None]
+    assert base.config.tie_word_embeddings
+    base.save_pretrained("base")
+    base = AutoModelForCausalLM.from_pretrained("base", dtype=torch.float32)
+    adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["v_proj", target], init_lora_weights=False)).eval()
+    adapted.save_pretrained("adapter")
+    (mistake,) = load_for_planning("sft", None, ["roles.actor.model=adapter"]).mistakes
+    exec(mistake.hint.partition('python -c "')[2].removesuffix('"'), {})
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained("merged", dtype=torch.float32)(tokens).logits
+        assert torch.allclose(merged, adapted(tokens).logits, atol=1e-5)
 
 
 def test_targets_that_match_nothing_are_refused(model):
