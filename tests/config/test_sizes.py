@@ -134,6 +134,7 @@ def write(folder: Path, config: dict | str) -> Path:
      "`rope_scaling` has `factor: 4.0` without a kind of scaling"),
     ({**PLAIN, "model_type": "llama", "rope_scaling": {"type": "linear", "factor": 4.0},
       "rope_parameters": {"rope_type": "default"}}, "`rope_scaling` and `rope_parameters` name different kinds"),
+    ({**PLAIN, "model_type": "olmo3", "rope_theta": 1e6}, "transformers takes 500000 in layers with a window"),
     ({**PLAIN, "model_type": "llama", "pad_token_id": 320}, "Padding_idx must be within num_embeddings")])
 def test_what_is_no_causal_language_model_is_refused_with_its_line(tmp_path, config, says):
     spec = load_for_planning("grpo", None, [f"roles.actor.model={write(tmp_path / 'model', config)}"])
@@ -148,7 +149,8 @@ def test_what_is_no_causal_language_model_is_refused_with_its_line(tmp_path, con
     {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 2]}, "rope_parameters": {"rope_theta": 1e4}},
     {"rope_scaling": {"type": "mrope", "mrope_section": [4, 2]}, "rope_parameters": {"rope_type": "default"}},
     {"rope_scaling": {"type": "su"}, "rope_parameters": {"rope_type": "longrope"}},
-    {"rope_theta": 1e6, "rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}}])
+    {"rope_theta": 1e6, "rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}},
+    {"model_type": "olmo3", "rope_theta": 500000}])
 def test_a_configuration_that_says_one_thing_of_rotary_embeddings_is_taken(config):
     assert why_contradictory(config) == ("", "")
 
