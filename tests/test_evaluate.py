@@ -114,7 +114,7 @@ def test_a_model_folder_is_evaluated_by_the_reward_and_on_the_problems_of_the_ru
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [
-    (("nowhere",), "neither the folder of a run"),
+    (("nowhere",), "neither the folder of a run"), ((".",), "Instead:  model"),
     ((".", "--samples", "0"), "--samples and --ranks must be at least 1"),
     (("model",), "has no validation data. Name the problems:  --data test.jsonl"),
     (("model", "--data", "tset.jsonl"), "there is no data `tset.jsonl`"),

@@ -203,8 +203,9 @@ def subject(name: str, role: str | None, run: str | None) -> EvaluationSubject:
     hub = on_hub(name, "models")
     found = fetched(hub, weights=True) if hub else find(name, "models")
     if not isinstance(found, Path) or not (found / "config.json").is_file():
-        raise InvalidInput(f"{name} is neither the folder of a run (with launch.json) nor of a model (with "
-                           f"config.json){f', and {found}' if hub else ''}")
+        inner = f"Instead:  {folder / 'model'}" if (folder / "model/config.json").is_file() else ""
+        raise InvalidInput(Diagnostic(f"{name} is neither the folder of a run (with launch.json) nor of a model (with "
+                                      f"config.json){f', and {found}' if hub else ''}", None, inner))
     file = find_yaml(run, "runs", "run file") if run else None
     settings = read(file, run).data if file else {}
     read_older_keys(settings)
