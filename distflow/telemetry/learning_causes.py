@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from distflow.telemetry.learning_facts import DOUBTS, FACTS, IMITATION, PAID, SAMPLING, Seen, doubted, role_of
+from distflow.telemetry.learning_facts import DOUBTS, FACTS, IMITATION, PAID, Seen, doubted, role_of
 from distflow.telemetry.learning_series import (
     FIRST,
     RECENT,
@@ -101,15 +101,10 @@ def _taken(series: Series, key: str, text: str) -> float:
     return number(text, math.nan) * series.number(key.replace("weight_decay", "learning_rate"), 1e-6)
 
 
-def _of_steps(series: Series, _key: str, text: str) -> float:
-    """Return a number of steps in proportion to those of the run; a trial of a few steps says nothing."""
-    steps = series.number("steps", math.inf)
-    return number(text, math.nan) / steps if steps >= 20 else math.nan
-
-
 def _sampled(series: Series, _key: str, text: str) -> float:
     """Return how a run samples: 0 tokens are all of them."""
-    return number(text, math.nan) if series.known("response/alike") and series.functions & SAMPLING else math.nan
+    samples = series.known("response/alike") and series.functions & {"generate", "converse"}
+    return number(text, math.nan) if samples else math.nan
 
 
 def _tokens(series: Series, key: str, text: str) -> float:
@@ -141,8 +136,6 @@ USUAL = (
     Usual("roles.*.betas", 0, 0.2, (0, 0.5), "|the optimizer forgets how large gradients are, so that one outlier "
           "moves all weights", "[0.9, 0.95]", of=_beta(1), unit="of the squares is forgotten"),
     Usual("roles.*.max_grad_norm", 0.01, 1e9, (1e-8, math.inf), "gradients are scaled down to nothing", "1.0"),
-    Usual("roles.*.warmup_steps", 0, 0.5, (0, 2), "|the learning rate never reaches its value", "20",
-          of=_of_steps),
     Usual("roles.*.weight_decay", 0, 3e-4, (0, 1e-3), "|each step takes more than a thousandth of all weights, "
           "which are gone before anything is learnt", "0", of=_taken),
     Usual("roles.*.generation.temperature", 0.4, 1.4, (0.05, 2),
@@ -252,12 +245,6 @@ def _pays_others(series: Series, _since: int) -> Seen:
     return (paid, right) if paid > max(right / 0.6, right + 0.1) else None
 
 
-def _penalised(series: Series, _since: int) -> Seen:
-    """Return whether nothing has ever earned more than 0."""
-    least = min((value for _, value in series.known("reward/min")), default=0.0)
-    return least < 0 >= _most(series)
-
-
 def _abstains(series: Series, _since: int) -> Seen:
     """Return what a wrong answer costs, if ever more samples earn alike."""
     least = min((value for _, value in series.known("reward/min")), default=0.0)
@@ -353,8 +340,6 @@ CAUSES = (
     Cause(lambda series, since: since > _EARLY and bool(series.known("environment/turns")) and not series.policy_leapt,
           "the environment is another one since then: its tools fail or answer wrongly, or it pays otherwise",
           "look at the observations in trajectories/", "reward_changed reward_fell no_signal"),
-    Cause(_penalised, "nothing has ever earned more than 0: a weight has the wrong sign, or all parts are penalties",
-          "nodes.reward.with.reward: a weight above 0 for what is right", "no_signal held_out_falls"),
     Cause(_pays_others, "the reward pays wrong answers, too: {0:.0%} of the completions earn, and {1:.0%} are right",
           PAID, "no_signal held_out_falls reward_against_answers"),
     Cause(lambda series, _since: "model_score" in series.functions and not series.own_nodes, "the reward "

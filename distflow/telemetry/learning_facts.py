@@ -22,7 +22,6 @@ from distflow.telemetry.learning_series import (
     variance,
 )
 
-SAMPLING = {"generate", "converse"}
 IMITATION = {"supervised_update", "reward_update", "distillation_update", "distillation_advantage"}
 PAID = "try the reward on a few completions of samples.jsonl, and change  nodes.reward.with.reward"
 Seen = tuple[object, ...] | bool | None
@@ -149,15 +148,11 @@ def _counts_more(series: Series) -> Seen:
 
 
 def _other_reference(series: Series) -> Seen:
-    """Return what pairs have before anything is trained, if policy and reference differ: an implicit reward, or another
-    loss than that of no difference."""
-    first = {name: value for name in ("preference/better", "loss") for step, value in series.known(name) if step == 1}
-    plain = not any(series.keys(f"nodes.*.with.{key}") for key in ("loss", "nll"))
-    better, loss = first.get("preference/better", 0.0), first.get("loss", math.nan)
-    if abs(better) > 0.05:
-        return f"answers an implicit reward of {better:.2g}",
-    return plain and "preference_update" in series.functions and abs(loss - math.log(2)) > 0.01 and (
-        f"pairs a loss of {loss:.3g}, not {math.log(2):.3g}",)
+    """Return the implicit reward and the loss before anything is trained, if either is not that of no difference."""
+    better, loss = (dict(series.known(name)).get(1, math.nan) for name in ("preference/better", "loss"))
+    plain = "preference_update" in series.functions and not series.keys("nodes.*.with.loss") + \
+        series.keys("nodes.*.with.nll")
+    return (abs(better) > 0.05 or plain and abs(loss - math.log(2)) > 0.01) and (better, loss)
 
 
 def _tiny_differences(series: Series) -> Seen:
@@ -202,17 +197,9 @@ def _all_told(series: Series) -> Seen:
 
 def _cancelled(series: Series) -> Seen:
     """Return the parts of the reward that vary from step to step, if completions of a step earn the same each time."""
-    vary = [f"`{name[7:]}`" for name in series.parts if variance(series.last(name, RECENT) or [0.0, 0.0]) > 1e-4]
+    vary = [f"`{name[7:]}`" for name in sorted(series.parts)
+            if variance(series.last(name, RECENT) or [0.0, 0.0]) > 1e-4]
     return max(series.last("reward/std", RECENT) or [1.0]) < 1e-6 and len(vary) > 1 and (" and ".join(vary),)
-
-
-def _old_in_sync(series: Series) -> Seen:
-    """Return how old samples are that mode sync has just sampled, and by which role."""
-    node = next((key.rpartition(".")[0] for key in series.keys("nodes.*.function") if series.settings[key] in SAMPLING),
-                "nodes.rollout")
-    old = series.recent("staleness/max", 1)
-    return series.settings.get("mode") == "sync" and old > 0 and (
-        old, f"{node}.role", series.settings.get(f"{node}.role", "another"), series.trained_role)
 
 
 def _swapped_fields(series: Series) -> Seen:
@@ -263,7 +250,8 @@ FACTS = (
          "the reward counts something beside the result, such as steps, length or form, and more of it earns more than "
          "to be right", PAID),
     Fact(Origin.UPDATE, "reference_differs", _other_reference, "Before anything is trained, policy and reference "
-         "differ: {0}", "the reference is not the model that is trained, or its log-probabilities are of other rows",
+         "differ: answers have an implicit reward of {0:.2g}, not 0, or pairs a loss of {1:.3g}, not log 2",
+         "the reference is not the model that is trained, or its log-probabilities are of other rows",
          "roles.reference: {{copy_of: actor}}"),
     Fact(Origin.REWARD, "", _tiny_differences, "Wrong answers differ by {0:.2g} in what they earn, and right ones earn "
          "{1:.2g} more", "such a small difference (of length, of form) counts fully where no answer of a group is "
@@ -273,9 +261,6 @@ FACTS = (
          "filter, and the shortest of these is learnt", "{0}: dependencies: [reward] , and `{1}` after it"),
     Fact(Origin.ADVANTAGE, "value_head", _other_target, "Values are {0:.2g} on average, and rewards {1:.2g}",
          "the critic learns another target than returns", "the node that writes `returns`"),
-    Fact(Origin.UPDATE, "mismatch", _old_in_sync, "Samples are by weights that are {0:.0f} updates old, and mode sync "
-         "samples by those that it trains", "the sampler never gets what is trained: `{1}` is {2}, which keeps older "
-         "weights", "{1}={3}"),
     Fact(Origin.UPDATE, "importance_lost", lambda series: middle([value for _, value in series.known(
          "importance/with_ratio")]) < -1e-6, "Importance weights are the smaller, the likelier a token has become",
          "importance is inverted: it must be the trainer's probability over the rollout's",

@@ -204,8 +204,8 @@ _ONE_LAYER = ("{value:.1%} of the gradient's square is of layer `{last}`",
               "detached)", "compare the gradients of this layer's parameters with those of another engine:  engine: "
               "fsdp , dtype: float32")
 _FAR = ("KL to the reference is {value:.2g} nats a token before anything is trained",
-        "the reference is not the model that is trained, or is asked otherwise: another temperature, template or "
-        "position, or other weights",
+        "the reference is asked otherwise than the policy (another temperature, template or position), or is not the "
+        "model that is trained: it has other weights",
         "roles.reference={{copy_of: {role}}} , and no temperature of its own at its node")
 _OTHER_BASELINES = {"gae", "baseline_advantage", "discounted_advantage", "distillation_advantage", "rank_filter",
                     "drop_truncated"}  # the last two leave rows out whose advantages belong to the mean
@@ -322,10 +322,10 @@ READINGS = (
     Reading("advantage_scale", ADVANTAGE, "advantages/std", 1e-12, "Advantages nearly vanish (deviation {value:.1g})",
             "rewards differ, but what is made of them is scaled down to nothing", "the node that writes `advantages`; "
             "nodes.update.with.normalize=batch", most=0.01, steps=8, when=_rewards_differ),
-    Reading("no_signal", DATA, "distillation/*", -1e-5, "Teacher and student agree from the start ({value:.1g} nats)",
+    Reading("no_signal", DATA, "distillation/[rd]*", -1e-5,
+            "Teacher and student agree from the start ({value:.1g} nats)",
             "the teacher is the student itself, or its log-probabilities are the student's", "the teacher's model:  "
-            "roles.teacher.model", most=1e-5, steps=1, when=lambda series: len(series.steps) == 1 and
-            bool(series.known("distillation/reverse_kl") or series.known("distillation/divergence"))),
+            "roles.teacher.model", most=1e-5, steps=1, when=lambda series: len(series.steps) == 1),
     Reading("end_untrained", UPDATE, "response/trained", -1.0, "Only {value:.0%} of the sampled tokens are trained",
             "`response_mask` leaves out most of what the policy wrote",
             "the node that writes `response_mask`: True for all sampled tokens", most=0.5, steps=RECENT, rows="long"),
@@ -420,6 +420,11 @@ READINGS = (
             "its log-probabilities are of another distribution: processed by `top_p`, `top_k`, `min_p` or a lower "
             "temperature, or renormalised among fewer tokens", "what the sampler returns: log-probabilities before "
             "`top_p` and `top_k`, at the temperature that is trained", when=_one_sided),
+    Reading("mismatch", UPDATE, "staleness/max", 1.0,
+            "Samples are by weights that are {value:.0f} updates old, and mode sync samples by those that it "
+            "trains", "the sampler never gets what is trained: `{key}` is {set}, which "
+            "keeps older weights", "{key}={role}", setting="nodes.rollout.role",
+            when=lambda series: series.settings.get("mode") == "sync"),
     Reading("mismatch", UPDATE, "mismatch/logprob_mean", 0.002, *_MISMATCH, when=_no_longer_exact),
     Reading("mismatch", UPDATE, "mismatch/logprob_mean", 0.25, *_MISMATCH, when=_on_policy),
     Reading("mismatch", UPDATE, "mismatch/logprob_mean", 0.02, *_MISMATCH, when=_on_policy, base=10, rise=3),
@@ -480,8 +485,6 @@ READINGS = (
             "the learning rate is far above what such a model takes; or a batch is used for too many updates",
             "{lower} , or  nodes.{node}.with.epochs=1", steps=1, when=_early),
     Reading("learning_rate", UPDATE, "learning_rate", 0.0, *_RATE_LEAPS, steps=1, base=10, rise=3),
-    Reading("learning_rate", UPDATE, "learning_rate", 1e-12, *_RATE_LEAPS, steps=1, base=1, drop=0.33,
-            when=lambda series: series.steps[-1] < 0.8 * series.number("steps", math.inf)),
     Reading("ratio_clipped", UPDATE, "policy/clip_ratio", 0.15,
             "The bound of the loss is active on {value:.0%} of the tokens, which then teach nothing",
             "the policy moves far within one batch: too many updates of it, or too large ones",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,22 @@ _TYPICAL = (("reward/mean", "reward"), ("environment/reward", "reward"), ("polic
             ("policy/kl_reference", "KL to the reference"), ("response/length", "tokens of a completion"),
             ("response/truncated", "share cut off"), ("reward/zero_std_groups", "share of groups without signal"),
             ("grad_norm", "gradient norm"))
+_LINKS = (
+    ("prompts are whole", "data/prompts_cut", 0.0, 0.0),
+    ("no prompt holds its answer", "prompt/has_answer", 0.0, 0.0),
+    ("each sample has a reward", "reward/failed", 0.0, 0.0),
+    ("equal completions earn the same", "reward/inconsistent", 0.0, 0.0),
+    ("right answers earn more", "reward/answer_correlation", 0.5, 1.01),
+    ("advantages follow rewards", "advantages/reward_correlation", 0.6, 1.01),
+    ("the baseline is the prompt's mean", "advantages/of_prompts", -1e-6, 1e-6),
+    ("only sampled tokens are trained", "mismatch/unsampled", 0.0, 0.0),
+    ("completions are trained to their end", "response/end_untrained", 0.0, 0.0),
+    ("the sampler has the trained weights and their numbers", "mismatch/logprob_mean", 0.0, 1e-4),
+    ("a teacher's log-probabilities are in their places", "distillation/misplaced", -math.inf, 0.0),
+    ("gradients are set to zero", "gradient/kept", 0.0, 0.0),
+    ("updates move the weights", "gradient/moved", 0.5, 1.01),
+)
+"""Links of a step, in its order, each with what holds in every step of a run in which it is right."""
 _EVENTS = ("failure", "settings_changed", "state_restored", "reward_failed", "environment_failed",
            "reference_followed", "data_changed")
 
@@ -33,8 +50,13 @@ def learning(reader: RunReader) -> Iterator[str]:
         yield from _doubts(reader)
         return
     seen = main.evidence
+    guess = main.rule.symptom and not seen.sure
+    cause = "No reading confirms a cause. Usual ones" if guess else "The probable cause"
     yield (f"{seen.what}, since step {seen.since}; detector `{main.detector}` was sure of it at step {main.step}. "
-           f"The probable cause: {seen.cause}. To change: {seen.remedy}")
+           f"{cause}: {seen.cause}. To change: {seen.remedy}")
+    proved = [*_proved(steps, main.step)]
+    if proved:
+        yield f"  Not the cause, as it is right in all steps until then: {'; '.join(proved)}"
     yield f"  {_curve(steps, main)}"
     rewarded = [row for row in map(_rewarded, reader.rows("samples")) if "rewards" in numbers(row)]
     if main.rows:
@@ -51,6 +73,14 @@ def learning(reader: RunReader) -> Iterator[str]:
     if others:
         yield "With it, or after it:"
         yield from (f"  step {fault.step}  {fault.sentence} (`{fault.detector}`)" for fault in others)
+
+
+def _proved(steps: Sequence[Mapping[str, float]], last: int) -> Iterator[str]:
+    """Yield the links of a step that have been right in all steps, of those that are measured."""
+    for words, name, least, most in _LINKS:
+        values = [line[name] for line in steps if name in line and line["step"] <= last]
+        if values and all(least <= value <= most for value in values):
+            yield words
 
 
 def _doubts(reader: RunReader) -> Iterator[str]:

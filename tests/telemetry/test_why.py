@@ -86,7 +86,8 @@ def test_a_fall_is_told_by_part_source_and_prompt(tmp_path):
     (folder / "run.yaml").write_text("data: {columns: [source, level]}\n")
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(
-        {**line, "reward/code": 0.9 + 0.001 * (line["step"] % 3) - 0.7 * (line["step"] > 25)}) + "\n"
+        {**line, "reward/code": 0.9 + 0.001 * (line["step"] % 3) - 0.7 * (line["step"] > 25), "gradient/kept": 0.0,
+         "mismatch/logprob_mean": 1e-7, "gradient/moved": 0.3}) + "\n"
         for line in metrics))
     (folder / "samples.jsonl").write_text("".join(json.dumps(
         {"step": step, "row": row, "source": source, "level": f"{step} {row}", "questions": f"{source} {step % 3}",
@@ -94,6 +95,9 @@ def test_a_fall_is_told_by_part_source_and_prompt(tmp_path):
         for step in range(1, 51) for row, source in enumerate(["gsm8k", "mbpp"])))
     said = list(explain(folder, complete_checkpoints))
     assert any(line.startswith("  reward/code: 0.78") for line in said)
+    assert "No reading confirms a cause. Usual ones: a policy does not change so fast" in "".join(said)
+    assert ("  Not the cause, as it is right in all steps until then: the sampler has the trained weights and their "
+            "numbers; gradients are set to zero") in said
     assert [line for line in said if line.startswith("  source ")] == [
         "  source `mbpp`: 0.800 → 0.100 (30 samples before, 20 since)"]
     assert not [line for line in said if line.startswith("  level ")], "nearly every sample has another one"
