@@ -212,9 +212,9 @@ def _from_verl(done: Conversion) -> None:
                "gpu_memory_utilization": "roles.actor.generation.memory_share",
                "val_kwargs.temperature": "validation.temperature"}, rollout)
     _verl_limits(done, f"{rollout}val_kwargs.")
-    if done.number("actor_rollout_ref.model.lora_rank", 0) > 0:
-        _adapters(done, *((f"actor_rollout_ref.model.{key}", default) for key, default in (
-            ("lora_rank", 0), ("lora_alpha", 16), ("target_modules", "all-linear"))))
+    model = "actor_rollout_ref.model."
+    if done.number(f"{model}lora_rank", 0) > 0:
+        _adapters(done, (f"{model}lora_rank", 0), (f"{model}lora_alpha", 16), (f"{model}target_modules", "all-linear"))
     _verl_data(done)
     _verl_loss(done, actor)
     _verl_schedule(done, f"{actor}optim.")
