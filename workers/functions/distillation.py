@@ -62,6 +62,9 @@ def _with_tail(logprobs_TK: Tensor) -> Tensor:
     return torch.cat([logprobs_TK, torch.log(-torch.expm1(inside))], -1)
 
 
+_LOOKED_AT = 4096  # tokens that are searched for neighbours' log-probabilities
+
+
 @node(type="MODEL_INFERENCE", writes=("top_tokens", "top_logprobs"), row_wise=True)
 def top_logprobs(
     engine: RoleEngines, prompts: Ragged, responses: Ragged, images: Ragged | None = None,
@@ -158,9 +161,9 @@ def distillation_advantage(responses: Ragged, rollout_logprobs: Ragged, teacher_
 
 def _misplaced(responses: Ragged, logprobs_T: Tensor) -> tuple[Tensor, int]:
     """Return how much more of the variance of log-probabilities the token before or after explains than the token that
-    they should belong to, times the tokens that have both, and the number of these."""
+    they should belong to, times the first tokens that have both, and the number of these."""
     row_of, tokens_T = responses.row_of, responses.values
-    inner_S = 1 + (row_of[2:] == row_of[:-2]).nonzero().squeeze(1)
+    inner_S = 1 + (row_of[2:] == row_of[:-2]).nonzero().squeeze(1)[:_LOOKED_AT]
     own, before, after = (_explained(logprobs_T[inner_S], tokens_T[inner_S + place]) for place in (0, -1, 1))
     return (torch.maximum(before, after) - own) * len(inner_S), len(inner_S)
 
