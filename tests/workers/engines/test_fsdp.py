@@ -63,7 +63,7 @@ def test_zero_rows_take_part_and_change_nothing(model, mesh, batch):
         assert torch.equal(before[name], shard.full_tensor()), name
 
 
-def test_an_update_tells_how_many_weights_it_moves(model, mesh, batch):
+def test_an_update_tells_how_many_weights_it_moves_and_whether_its_gradient_stays(model, mesh, batch):
     def rounded(*_):
         for shard in one.shards().values():
             shard.data.copy_(shard.data.to(torch.bfloat16))
@@ -74,6 +74,9 @@ def test_an_update_tells_how_many_weights_it_moves(model, mesh, batch):
     one.optimizer.register_step_post_hook(rounded)
     one.accumulate(batch, plain, 1.0)
     assert one.step(1, 1e-7)["gradient/moved"] < 0.1
+    assert one.update(batch, plain, 1.0, 2)["gradient/kept"] == 0
+    vars(one)["zero_grad"] = lambda: None
+    assert one.update(batch, plain, 1.0, 3)["gradient/kept"] == 1
 
 
 def test_a_gradient_that_is_not_finite_leaves_no_trace(model, mesh, batch):
