@@ -31,7 +31,7 @@ def half_download(folder: Path, weights: bool) -> str:
 
 def narrow_weight(folder: Path) -> str:
     """Return a weight in a model's files that has less than 16 bits, with its dtype, or an integer; "" if none has."""
-    files = [folder / name for name in _weights_of(folder) if name.endswith(".safetensors")]
+    files = [folder / name for name in weight_files(folder) if name.endswith(".safetensors")]
     narrow = (f"{name}: {item['dtype']}" for file in files if file.is_file()
               for name, item in safetensors_header(file)[1].items()
               if name.endswith(".weight") and item["dtype"] not in _WHOLE)
@@ -39,7 +39,7 @@ def narrow_weight(folder: Path) -> str:
 
 
 def _lacks(folder: Path, weights: bool) -> Iterator[str]:
-    needed = _weights_of(folder) if weights else ["config.json"]
+    needed = weight_files(folder) if weights else ["config.json"]
     if not needed:
         other = sorted(file.name for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
         yield "it has no weights (*.safetensors)" + (f" by a name that is loaded ({' or '.join(_WEIGHTS)}, or an index "
@@ -54,7 +54,8 @@ def _lacks(folder: Path, weights: bool) -> Iterator[str]:
             yield f"{name} {how}"
 
 
-def _weights_of(folder: Path) -> list[str]:
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of the files from which transformers loads a model's weights."""
     named = read_json(folder / "config.json").get("transformers_weights")
     names = [named] if named else [each for name in _WEIGHTS for each in (name, f"{name}.index.json")]
     name = next((each for each in names if (folder / each).is_file()), named)

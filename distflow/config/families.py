@@ -54,8 +54,9 @@ def why_contradictory(config: dict[str, Any]) -> tuple[str, str]:
     if len(kinds) > 1:
         return ("`rope_scaling` and `rope_parameters` name different kinds of scaling, of which transformers takes the "
                 "first", "Take the wrong one out of its config.json.")
-    outer = config.get("rope_theta", 500_000)
-    if config.get("model_type") == "olmo3" and outer != 500_000 and not config.get("rope_parameters"):
+    outer, layers = config.get("rope_theta") or 500_000, config.get("layer_types") or ["sliding_attention"]
+    if config.get("model_type") == "olmo3" and outer != 500_000 and not config.get("rope_parameters") and \
+            "sliding_attention" in layers:
         each = f'{{"rope_type": "default", "rope_theta": {outer}}}'
         return (f"`rope_theta` is {outer}, and transformers takes 500000 in layers with a window",
                 f'Add to it  "rope_parameters": {{"sliding_attention": {each}, "full_attention": {each}}}')

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from distflow.config.downloads import weight_files
 from distflow.config.shipped import find, matching
 from distflow.config.spec import Spec
 from distflow.data.checks import open_validation_sets
@@ -46,11 +47,10 @@ def frozen_weights(spec: Spec) -> DataFiles:
         if not model or role.follow or (role.trained and settings and not (settings.lora or settings.freeze)):
             continue
         state, folder = hashlib.blake2b(digest_size=8), find(model.path, "models", spec.folder) if model.path else None
-        for file in sorted(folder.glob("*")) if folder else ():
-            if file.suffix in (".safetensors", ".bin"):
-                _add_file(state, file)
+        for file in weight_files(folder) if folder else ():
+            _add_file(state, folder / file)
         if not model.path:
-            state.update(f"{model.model_dump_json()} {spec.run.seed}".encode())
+            state.update(f"{model.model_dump_json(exclude_defaults=True)} {spec.run.seed}".encode())
         found[f"{BASE if role.trained else MODEL}{name}"] = [0, state.hexdigest()]
     return found
 

@@ -339,8 +339,9 @@ class Dataloader:
         for name, resized, how in changes(before, self.files):
             if name.startswith(BASE):
                 what = f"the {name} are not those that the run began with, and what it has learned belongs to those"
-                raise InvalidInput(Diagnostic(what, None, "Put the model back as it was. To train on another one begin "
-                                              "a new run:  distflow run"))
+                raise InvalidInput(Diagnostic(what, None, "Put the model back as it was, and the `seed`, by which one "
+                                              "without a folder is drawn. To train on another one begin a new run:  "
+                                              "distflow run"))
             how = "other weights" if name.startswith(MODEL) else how
             held_out = name.startswith(HELD_OUT)
             if resized and not held_out and single and not ahead:

@@ -308,7 +308,7 @@ def _returned(series: Series, _since: int) -> Seen:
 
 def _left_behind(series: Series, since: int) -> Seen:
     """Return whether trainer and rollout part once something is trained: they had the same weights, and agreed."""
-    return since <= _EARLY and series.known("mismatch/logprob_mean")[0][1] < 1e-4
+    return since <= _EARLY and series.start("mismatch/logprob_mean", 1) < 1e-4
 
 
 def _endless(series: Series, _since: int) -> Seen:

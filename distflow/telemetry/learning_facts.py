@@ -148,11 +148,13 @@ def _counts_more(series: Series) -> Seen:
 
 
 def _other_reference(series: Series) -> Seen:
-    """Return the implicit reward and the loss before anything is trained, if either is not that of no difference."""
+    """Return what pairs have before anything is trained, if it is not what they have without a difference."""
     better, loss = (dict(series.known(name)).get(1, math.nan) for name in ("preference/better", "loss"))
-    plain = "preference_update" in series.functions and not series.keys("nodes.*.with.loss") + \
-        series.keys("nodes.*.with.nll")
-    return (abs(better) > 0.05 or plain and abs(loss - math.log(2)) > 0.01) and (better, loss)
+    if abs(better) > 0.05:
+        return f"answers have an implicit reward of {better:.2g}, not 0",
+    plain = {name for name in series.functions if name.endswith("_update")} == {"preference_update"} and not (
+        series.keys("nodes.*.with.loss") or series.keys("nodes.*.with.nll"))
+    return plain and abs(loss - math.log(2)) > 0.01 and (f"pairs have a loss of {loss:.3g}, not log 2",)
 
 
 def _tiny_differences(series: Series) -> Seen:
@@ -250,8 +252,7 @@ FACTS = (
          "the reward counts something beside the result, such as steps, length or form, and more of it earns more than "
          "to be right", PAID),
     Fact(Origin.UPDATE, "reference_differs", _other_reference, "Before anything is trained, policy and reference "
-         "differ: answers have an implicit reward of {0:.2g}, not 0, or pairs a loss of {1:.3g}, not log 2",
-         "the reference is not the model that is trained, or its log-probabilities are of other rows",
+         "differ: {0}", "the reference is not the model that is trained, or its log-probabilities are of other rows",
          "roles.reference: {{copy_of: actor}}"),
     Fact(Origin.REWARD, "", _tiny_differences, "Wrong answers differ by {0:.2g} in what they earn, and right ones earn "
          "{1:.2g} more", "such a small difference (of length, of form) counts fully where no answer of a group is "

@@ -150,7 +150,8 @@ def test_what_is_no_causal_language_model_is_refused_with_its_line(tmp_path, con
     {"rope_scaling": {"type": "mrope", "mrope_section": [4, 2]}, "rope_parameters": {"rope_type": "default"}},
     {"rope_scaling": {"type": "su"}, "rope_parameters": {"rope_type": "longrope"}},
     {"rope_theta": 1e6, "rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}},
-    {"model_type": "olmo3", "rope_theta": 500000}])
+    {"model_type": "olmo3", "rope_theta": 500000}, {"model_type": "olmo3", "rope_theta": None},
+    {"model_type": "olmo3", "rope_theta": 1e6, "layer_types": ["full_attention"] * 2}])
 def test_a_configuration_that_says_one_thing_of_rotary_embeddings_is_taken(config):
     assert why_contradictory(config) == ("", "")
 

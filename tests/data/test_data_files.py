@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.config.load import load
+from distflow.config.load import load, load_for_planning
 from distflow.data.data_files import DataFiles, changes, data_files, frozen_weights
 from distflow.data.dataloader import Dataloader
 from distflow.data.dataset import open_training_sets
@@ -72,6 +72,17 @@ def test_a_loader_continues_in_a_replaced_file(now, position, said, capsys):
     assert said in out
     assert bool(out) == bool(said)
     assert not re.search("cannot be compared", out)
+
+
+def test_frozen_weights_are_those_of_the_files_that_are_loaded(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 1, '
+                                          '"num_attention_heads": 4, "vocab_size": 320, "intermediate_size": 64}')
+    spec, found = load_for_planning("grpo", None, [f"roles.actor={{model: {tmp_path}, lora: {{rank: 4}}}}"]), []
+    for name, content in (("model.safetensors", b"1"), ("training_args.bin", b"2"), ("consolidated.safetensors", b"3"),
+                          ("model.safetensors", b"4")):
+        (tmp_path / name).write_bytes(content)
+        found.append(frozen_weights(spec)["frozen weights of role actor"])
+    assert found[0] == found[1] == found[2] != found[3]
 
 
 def test_other_frozen_weights_are_said_or_refused(tmp_path, capsys):

@@ -478,6 +478,19 @@ def test_old_samples_in_mode_sync_are_told_with_the_role_that_sampled(mode, told
     assert all("`nodes.rollout.role` is reference" in fault.evidence.probable for fault in found)
 
 
+def test_old_samples_are_told_by_steps_that_compare_no_log_probabilities():
+    steps = [{name: value for name, value in line.items() if not name.startswith("mismatch/")} | {"staleness/max": 1.0}
+             for line in steps_of(12, first=1000)]
+    settings = {"mode": "sync", "nodes.rollout.function": "generate", "nodes.rollout.role": "reference"}
+    assert [fault.detector for fault in faults_of(steps, SYNC | settings)] == ["mismatch"]
+
+
+def test_another_sampler_after_a_resume_has_its_own_rounding():
+    steps = [line | {"mismatch/logprob_mean": 2e-5 if line["step"] < 60 else 0.004}
+             for line in steps_of(90, first=1000)]
+    assert not [*faults_of(steps)]
+
+
 @pytest.mark.parametrize(("far", "told"), [(0.03, ["reference_differs"]), (0.0004, [])])
 def test_a_copied_reference_is_the_policy_until_something_is_trained(far, told):
     steps = [line | {"policy/kl_reference": far + 1e-3 * (line["step"] - 1)} for line in steps_of(12, first=1000)]
@@ -489,6 +502,8 @@ def test_pairs_have_the_loss_of_no_difference_until_something_is_trained(loss, t
     steps = [{"step": step, "loss": loss - 0.001 * (step - 1), "preference/better": 0.1 * (step - 1)}
              for step in range(1, 9)]
     assert [fault.detector for fault in faults_of(steps, {"nodes.update.function": "preference_update"})] == told
+    with_examples = {"nodes.update.function": "preference_update", "nodes.sft.function": "supervised_update"}
+    assert not [*faults_of(steps, with_examples)]
 
 
 @pytest.mark.parametrize(("std", "told"), [(0.0, True), (0.45, False)])

@@ -62,7 +62,7 @@ def _with_tail(logprobs_TK: Tensor) -> Tensor:
     return torch.cat([logprobs_TK, torch.log(-torch.expm1(inside))], -1)
 
 
-_LOOKED_AT = 4096  # tokens that are searched for neighbours' log-probabilities
+_TELLING, _LOOKED_AT = 512, 4096  # fewest and most tokens that are searched for neighbours' log-probabilities
 
 
 @node(type="MODEL_INFERENCE", writes=("top_tokens", "top_logprobs"), row_wise=True)
@@ -155,17 +155,27 @@ def distillation_advantage(responses: Ragged, rollout_logprobs: Ragged, teacher_
     et al. 2024); each token counts for itself alone (Lu et al. 2025, "On-Policy Distillation")."""
     reverse_T = kl_estimate(rollout_logprobs.values, teacher_logprobs.values, "k1")
     current().mean_of("distillation/reverse_kl", reverse_T[trained_mask(rollout_logprobs, response_mask).values])
-    current().mean("distillation/misplaced", *_misplaced(responses, teacher_logprobs.values.double()))
+    current().mean("distillation/misplaced", *_misplaced(
+        responses, teacher_logprobs.values.double(), rollout_logprobs.values.double()))
     return rollout_logprobs.with_values(-reverse_T)
 
 
-def _misplaced(responses: Ragged, logprobs_T: Tensor) -> tuple[Tensor, int]:
-    """Return how much more of the variance of log-probabilities the token before or after explains than the token that
-    they should belong to, times the first tokens that have both, and the number of these."""
+def _misplaced(responses: Ragged, teacher_T: Tensor, student_T: Tensor) -> tuple[Tensor | float, int]:
+    """Return how much better the place before or after fits a teacher's log-probabilities than their own, times the
+    number of tokens that were looked at, and this number; 0 where too few tell nothing.
+
+    In text that is copied the token before decides, so both must be: a neighbour explains more of their variance, and
+    the student's log-probabilities there are correlated more with them."""
     row_of, tokens_T = responses.row_of, responses.values
     inner_S = 1 + (row_of[2:] == row_of[:-2]).nonzero().squeeze(1)[:_LOOKED_AT]
-    own, before, after = (_explained(logprobs_T[inner_S], tokens_T[inner_S + place]) for place in (0, -1, 1))
-    return (torch.maximum(before, after) - own) * len(inner_S), len(inner_S)
+    if len(inner_S) < _TELLING:
+        return 0.0, 0
+    teacher_S = teacher_T[inner_S]
+    fits = [(_explained(teacher_S, tokens_T[inner_S + place]), torch.stack([teacher_S, student_T[inner_S + place]])
+             .corrcoef()[0, 1].nan_to_num()) for place in (0, -1, 1)]
+    (own, same), *others = fits
+    better = torch.stack([torch.minimum(other - own, apart - same) for other, apart in others]).max()
+    return better * len(inner_S), len(inner_S)
 
 
 def _explained(values_S: Tensor, tokens_S: Tensor) -> Tensor:

@@ -28,12 +28,32 @@ def test_each_token_gains_what_the_teacher_gives_it_more_and_the_metric_counts_t
 
 @pytest.mark.parametrize(("places", "misplaced"), [(0, -1.0), (1, 1.0), (-1, 1.0)])
 def test_log_probabilities_of_a_neighbour_are_told(places, misplaced):
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 20, (40, 30), generator=draw)
-    teacher = ragged((-tokens.double()).roll(places, 1).tolist())
+    tokens = torch.randint(0, 20, (40, 30), generator=torch.Generator().manual_seed(0))
+    student = ragged((-tokens.double()).tolist())
     reported()
-    distillation_advantage(ragged(tokens.tolist(), torch.int64), teacher, teacher)
+    distillation_advantage(ragged(tokens.tolist(), torch.int64), student, ragged(
+        (-tokens.double()).roll(places, 1).tolist()))
     assert reported()["distillation/misplaced"] == pytest.approx(misplaced, abs=0.1)
+
+
+@pytest.mark.parametrize("student", ["the same", "noise"])
+def test_a_teacher_that_knows_what_is_copied_is_in_its_places(student):
+    """A digit is free where it comes first, and certain behind the sign of a copy: the token before decides."""
+    draw = torch.Generator().manual_seed(1)
+    digits = torch.randint(0, 10, (300, 1), generator=draw)
+    tokens = torch.cat([torch.full((300, 1), 10), digits, torch.full((300, 1), 11), digits], 1)
+    teacher = torch.tensor([-0.01, -2.3, -0.01, -0.01]).expand(300, 4).double()
+    teacher = teacher + 0.01 * torch.randn(300, 4, generator=draw)
+    scored = teacher if student == "the same" else -2 + torch.randn(300, 4, generator=draw).double()
+    reported()
+    distillation_advantage(ragged(tokens.tolist(), torch.int64), ragged(scored.tolist()), ragged(teacher.tolist()))
+    assert reported()["distillation/misplaced"] < 0.1
+
+
+def test_few_tokens_tell_nothing_of_their_places():
+    reported()
+    distillation_advantage(ragged([[1, 2, 3, 4]], torch.int64), ragged([[-1.0] * 4]), ragged([[-1.0] * 4]))
+    assert "distillation/misplaced" not in reported()
 
 
 KINDS = [("reverse_kl", 0.5), ("forward_kl", 0.5), ("jensen_shannon", 0.2), ("jensen_shannon", 0.9)]
