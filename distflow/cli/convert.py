@@ -43,6 +43,7 @@ _KL_KINDS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2"}
 _ENGINES = {"fsdp": None, "fsdp2": None, "megatron": "megatron"}
 _FROZEN = {"actor_rollout_ref.actor.freeze_vision_tower": "visual.*",
            "actor_rollout_ref.model.override_config.moe_config.freeze_moe_router": "mlp.gate.*"}
+_LAYER = re.compile(r"[\w.-]+")  # a name, and no expression for names
 _LOGGERS = ("tensorboard", "wandb", "mlflow")
 _NO_LOGGERS = ("console", "none")  # what a run prints in any case
 _FUNCTIONS = {  # siiRL: node_role, and whether the node trains; here: role, type, function
@@ -173,7 +174,7 @@ def _converted(file: Path, given: dict[str, Any]) -> Conversion:
         raise InvalidInput(f"{file} is no configuration of verl (actor_rollout_ref…), of TRL's GRPO (num_generations…) "
                            "and no DAG of siiRL (nodes: with node_id)")
     if done.filled:
-        done.notes.append("the file leaves these out, and got the other project's defaults, which are not distflow's: "
+        done.notes.append("the file leaves these out, and got the other project's defaults: "
                           f"{', '.join(f'{key}: {value}' for key, value in done.filled.items())}")
     if done.number("trainer.total_training_steps", done.number("max_steps", 0)) < 1:  # -1: epochs say how long
         done.settings.pop("steps", None)
@@ -370,10 +371,15 @@ def _from_trl(done: Conversion) -> None:
 
 def _adapters(done: Conversion, rank: tuple[str, int], alpha: tuple[str, int], targets: tuple[str, Any]) -> None:
     """Take the settings of adapters, of which each is a key and the other project's default."""
+    done.defaults |= dict((rank, alpha, targets))
     size, scale = done.number(*rank), done.number(*alpha)
     scale *= math.sqrt(size) if done.get("use_rslora") is True else 1  # there it is divided by that root, here by rank
-    settings = {"rank": size, "alpha": scale, "targets": done.get(*targets)}
-    done.settings |= {f"roles.actor.lora.{name}": value for name, value in settings.items()}
+    names: Any = done.get(*targets)
+    if not all(_LAYER.fullmatch(str(name)) for name in (names if isinstance(names, list) else [names])):
+        done.taken.discard(targets[0])  # an expression, and not the last parts of names
+        names = None
+    for key, value in (("rank", size), ("alpha", scale), ("targets", names)):
+        done.put(f"roles.actor.lora.{key}", value)
 
 
 def _trl_batch(done: Conversion) -> None:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -29,21 +30,30 @@ _DOTTED = re.compile(r"(?:\+{0,2}([a-z]\w*(?:\.\w+)+)|--([\w-]+))=(.*)", re.DOTA
 _UNKNOWN = re.compile(r"\$\w|\$\{\w+[^.\w]|\$\(|`")  # and not ${a.b}, which is Hydra's
 _REDIRECTION = re.compile(r"\d*[<>].*")
 _POWERS = re.compile(r"\*\*(?!\s*\d\d?\b)|\*\*.*\*\*", re.DOTALL)  # that may have no end
+_SEVERAL = ("lora_target_modules", "lora_modules_to_save", "report_to", "reward_funcs", "reward_weights")
+"""Flags of TRL that take several words; behind another one's value may come the script that is started."""
 _ENDS = "\n"  # in place of a word: a command ends here
 
 
-def shell_settings(text: str) -> tuple[dict[str, str | bool], dict[str, str]]:
+def shell_settings(text: str) -> tuple[dict[str, str | bool | list[str]], dict[str, str]]:
     """Return the settings of a script by their names, and those whose values only running it would tell."""
     words = list(_words(re.sub(r"\\\n", " ", text)))
-    settings: dict[str, str | bool] = {}
-    for word, following in zip(words, [*words[1:], ""]):
+    settings: dict[str, str | bool | list[str]] = {}
+    for place, word in enumerate(words, 1):
         if match := _DOTTED.fullmatch(word):
             settings[match[1] or match[2].replace("-", "_")] = match[3]
         elif match := re.fullmatch(r"--([\w-]+)", word):
-            given = following and not following.startswith(("--", _ENDS)) and not _REDIRECTION.fullmatch(following)
-            settings[match[1].replace("-", "_")] = following if given else True
-    unknown = {name: value for name, value in settings.items() if isinstance(value, str) and _UNKNOWN.search(value)}
+            name = match[1].replace("-", "_")
+            given = list(itertools.takewhile(_is_value, words[place : None if name in _SEVERAL else place + 1]))
+            settings[name] = given if len(given) > 1 else given[0] if given else True
+    texts = {name: " ".join(value) if isinstance(value, list) else str(value) for name, value in settings.items()}
+    unknown = {name: text for name, text in texts.items() if _UNKNOWN.search(text)}
     return {name: value for name, value in settings.items() if name not in unknown}, unknown
+
+
+def _is_value(word: str) -> bool:
+    """Return whether a word behind a flag belongs to it."""
+    return not (word.startswith(("--", _ENDS)) or _REDIRECTION.fullmatch(word))
 
 
 def _words(text: str) -> Iterator[str]:

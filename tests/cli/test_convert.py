@@ -99,13 +99,40 @@ def test_adapters_of_trl_are_those_that_it_would_train(settings, lora, capsys):
     assert ("TRL trains the whole model" in capsys.readouterr().out) == ("lora_r" in settings and lora is None)
 
 
+def test_adapters_of_a_script_have_all_of_its_layers():
+    _, run = converted("trl grpo --model_name_or_path m --dataset_name train.jsonl --num_generations 4 --use_peft "
+                       "--lora_target_modules q_proj k_proj --lora_r 8\n", "theirs.sh")
+    assert run["roles"]["actor"]["lora"] == {"rank": 8, "alpha": 32, "targets": ["q_proj", "k_proj"]}
+
+
+def test_defaults_of_adapters_are_told(capsys):
+    trl(use_peft=True, lora_r=8)
+    assert "lora_alpha: 32, lora_target_modules: ['q_proj', 'v_proj']" in capsys.readouterr().out
+    _of_verl({"lora_rank": 8, "target_modules": Q_AND_V})
+    printed = capsys.readouterr().out
+    assert "actor_rollout_ref.model.lora_alpha: 16" in printed
+    assert "target_modules" not in printed
+
+
+@pytest.mark.parametrize("names", ["model.layers.*.(q_proj|v_proj)", ["q_proj", ".*v_proj"]])
+def test_an_expression_for_layers_is_listed(names):
+    assert "targets" not in _of_verl({"lora_rank": 8, "target_modules": names})
+    assert f"actor_rollout_ref.model.target_modules: {names}" in Path("theirs/not_converted.txt").read_text()
+
+
+def _of_verl(settings: dict[str, Any]) -> Any:
+    """Return the adapters of the run file, of PPO with these settings of the model."""
+    shutil.rmtree("theirs", ignore_errors=True)
+    _, run = converted({**PPO, "actor_rollout_ref": {**PPO["actor_rollout_ref"], "model": {
+        **PPO["actor_rollout_ref"]["model"], **settings}}})
+    return run["roles"]["actor"].get("lora")
+
+
 @pytest.mark.parametrize(("settings", "lora"), [
     ({"lora_rank": 0, "lora_alpha": 16}, None), ({"lora_rank": 32}, {"rank": 32, "alpha": 16, "targets": "all-linear"}),
     ({"lora_rank": 8, "lora_alpha": 32, "target_modules": Q_AND_V}, {"rank": 8, "alpha": 32, "targets": Q_AND_V})])
 def test_adapters_of_verl_are_converted(settings, lora):
-    _, run = converted({**PPO, "actor_rollout_ref": {**PPO["actor_rollout_ref"], "model": {
-        **PPO["actor_rollout_ref"]["model"], **settings}}})
-    assert run["roles"]["actor"].get("lora") == lora
+    assert _of_verl(settings) == lora
 
 
 @pytest.mark.parametrize(("settings", "follow"), [

@@ -32,6 +32,14 @@ def test_a_script_is_read_as_the_shell_would():
     assert unknown == {"trainer.nnodes": "${NNODES_THAT_NOBODY_SETS}", "trainer.when": "$(date +%s)"}
 
 
+@pytest.mark.parametrize(("flags", "read"), [
+    ("--lora_target_modules q_proj k_proj --seed 1", {"lora_target_modules": ["q_proj", "k_proj"], "seed": "1"}),
+    ("--reward-funcs a b > log", {"reward_funcs": ["a", "b"]}), ("--report_to wandb; x", {"report_to": "wandb"}),
+    ("--num_processes 8 train.py --seed 1", {"num_processes": "8", "seed": "1"})])
+def test_flags_of_several_values_take_all_of_them(flags, read):
+    assert shell_settings(f"run {flags}") == (read, {})
+
+
 @pytest.mark.parametrize(("value", "read"), [
     ("$((1+2*(3+(4-1))))", "13"), ("$(dirname $(dirname $(realpath $0)))/x", None), ('$(grep -oP "(?<=(a))b")', None),
     ("$(( -7 / 2 ))", None), ("$((-7 % 3))", None), ("$((3 - 9))", "-6"), (f"$(({'9' * 49} ** 99))", None)])
