@@ -238,7 +238,7 @@ class RoleRun(Document):
         return self.engine == "fsdp" and (parameters > 1e9 if self.recompute is None else self.recompute)
 
 
-_TURNS = 100_000  # most prompts in which several training sets have their shares
+MOST_TURNS = 100_000  # most prompts in which several training sets have their shares
 NO_VARIABLES = {"tools", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "chat_template",
                 "padding", "truncation", "max_length", "conversation", "return_tensors", "tokenizer_kwargs"}
 """Arguments of a tokenizer beside the variables of its chat template."""
@@ -314,9 +314,9 @@ class Data(Document):
 
     @model_validator(mode="after")
     def _has_turns(self) -> Data:
-        if sum(self.turns) > _TURNS:
-            raise ValueError(f"the weights of `train` meet only every {sum(self.turns):,} prompts; {_TURNS:,} is the "
-                             "most. Write them with fewer digits, as 0.7 and 0.3")
+        if sum(self.turns) > MOST_TURNS:
+            raise ValueError(f"the weights of `train` meet only every {sum(self.turns):,} prompts; {MOST_TURNS:,} "
+                             "is the most. Write them with fewer digits, as 0.7 and 0.3")
         return self
 
     @model_validator(mode="after")

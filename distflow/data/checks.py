@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from distflow.config.run import MOST_TURNS
 from distflow.config.spec import Spec
 from distflow.contracts.forms import ENGINE_TYPES
 from distflow.contracts.functions import contract_of
@@ -82,11 +83,19 @@ def _uneven_passes(spec: Spec, training: dict[str, Records]) -> Iterator[str]:
     passes = {name: prompts * own / sum(turns) / len(each) for own, (name, each) in zip(turns, training.items())}
     (seldom, least), *_, (often, most) = sorted(passes.items(), key=lambda item: item[1]) * 2
     if most > _OFTEN and most > _OFTEN * least:
-        smallest = min(map(len, training.values()))
-        alike = ", ".join(f"{name}: {round(len(each) / smallest)}" for name, each in training.items())
+        weights = _even_weights([len(each) for each in training.values()])
+        alike = ", ".join(f"{name}: {weight}" for name, weight in zip(training, weights))
         yield f"each record of {often} ({len(training[often]):,} of them) comes {most:,.0f} times in this run, and " \
               f"each of {seldom} ({len(training[seldom]):,}) {least:,.2g} times: weights count prompts. For equally " \
               f"often:  data: {{train: {{{alike}}}}}"
+
+
+def _even_weights(records: list[int]) -> list[int]:
+    """Return weights by which each record comes about equally often, as far as the run file takes them."""
+    weights = [round(each / min(records)) for each in records]
+    if sum(weights) <= MOST_TURNS:
+        return weights
+    return [max(1, each * (MOST_TURNS - len(records)) // sum(records)) for each in records]
 
 
 def _cut_texts(spec: Spec) -> Iterator[str]:

@@ -114,6 +114,7 @@ def test_normalized_keeps_what_changes_a_question(one, other, same):
 @pytest.mark.parametrize(("sizes", "weights", "said"), [
     ((2, 400), (1, 1), "(2 of them) comes 50 times in this run, and each of {1} (400) 0.25 times: weights count "
      "prompts. For equally often:  data: {{train: {{{0}: 1, {1}: 200}}}}"),
+    ((2, 210_000), (1, 1), "data: {{train: {{{0}: 1, {1}: 99997}}}}"),  # 100,000 in sum are the most
     ((2, 400), (1, 200), ""), ((10, 20), (1, 1), "")])
 def test_a_small_set_that_comes_far_more_often_than_another_is_noted(tmp_path, sizes, weights, said):
     files = [written(tmp_path / f"{size}.jsonl", map(str, range(size))) for size in sizes]
