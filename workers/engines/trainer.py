@@ -281,13 +281,24 @@ def schedule_notes(name: str, before: RoleRun, after: RoleRun, done: int, steps:
         keep = " ".join(f"--set roles.{name}.{setting}" for setting in settings)
         if not math.isclose(new, due) and not math.isclose(new, old):
             yield f"the learning rate of role `{name}` was {old:g} in step {done} and is {new:g} in step {done + 1}: " \
-                  f"its {after.schedule} schedule now lasts {steps[1]} steps, counted from the run's first one. It " \
-                  f"was {before.schedule}, of {steps[0]} steps. To keep the rate as it was:  {keep}"
+                  f"{_what_differs(before, after, steps)} To keep the rate as it was:  {keep}"
     if before.warmup_steps < after.warmup_steps <= done:
         yield f"role `{name}` has no warm-up from here: its {after.warmup_steps} steps are counted from the run's first"
     if before.lora and after.lora and before.lora.alpha != after.lora.alpha:
         yield f"`alpha` of role `{name}` is {after.lora.alpha:g} and was {before.lora.alpha:g}: what its adapters " \
               f"have learned so far counts {after.lora.alpha / before.lora.alpha:g} times as much"
+
+
+def _what_differs(before: RoleRun, after: RoleRun, steps: tuple[int, int]) -> str:
+    """Return sentences on why a resumed run has another learning rate; `steps` of a constant schedule do not count."""
+    constant = before.schedule == after.schedule == "constant"
+    settings = ["warmup_steps", *["min_learning_rate"] * (not constant)]
+    names = [name for name in settings if getattr(before, name) != getattr(after, name)]
+    if names and before.schedule == after.schedule and (steps[0] == steps[1] or constant):
+        changes = " and ".join(f"`{name}` is {getattr(after, name)} and was {getattr(before, name)}" for name in names)
+        return f"{changes}, counted from the run's first step." if names == ["warmup_steps"] else f"{changes}."
+    return f"its {after.schedule} schedule now lasts {steps[1]} steps, counted from the run's first one. It was " \
+           f"{before.schedule}, of {steps[0]} steps."
 
 
 def _placeholder(pad_token: int, with_images: bool) -> Batch:

@@ -127,6 +127,10 @@ LOW, HIGH = (RoleRun(lora=Lora(rank=4, alpha=alpha)) for alpha in (32, 64))
      "--set roles.actor.schedule=constant --set roles.actor.min_learning_rate=0 --set roles.actor.learning_rate=1e-06"),
     (COSINE, COSINE, (9, 9), ""), (CONSTANT, CONSTANT, (4, 9), ""), (CONSTANT, COSINE, (9, 9), "was constant, of 9 st"),
     (CONSTANT, LINEAR, (4, 8), "was 1e-05 in step 4 and is 5e-06 in step 5: its linear schedule now lasts 8 steps"),
+    (CONSTANT, CONSTANT.model_copy(update={"warmup_steps": 50}), (9, 9),
+     "is 1e-06 in step 5: `warmup_steps` is 50 and was 0, counted from the run's first step. To keep the rate"),
+    (COSINE, COSINE.model_copy(update={"min_learning_rate": 5e-6}), (9, 9),
+     ": `min_learning_rate` is 5e-06 and was 1e-06. To keep"),
     (CONSTANT, LATER_WARM, (4, 8), "has no warm-up from here: its 3 steps are counted from the run's first"),
     (CONSTANT, CONSTANT.model_copy(update={"learning_rate": 1e-6}), (4, 8), ""),
     (LOW, HIGH, (4, 4), "is 64 and was 32: what its adapters have learned so far counts 2 times as much")])
