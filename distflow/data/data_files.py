@@ -47,8 +47,8 @@ def frozen_weights(spec: Spec) -> DataFiles:
         if not model or role.follow or (role.trained and settings and not (settings.lora or settings.freeze)):
             continue
         state, folder = hashlib.blake2b(digest_size=8), find(model.path, "models", spec.folder) if model.path else None
-        for file in weight_files(folder) if folder else ():
-            _add_file(state, folder / file)
+        for file in [folder / each for each in weight_files(folder)] if folder else ():
+            _add_file(state, file)
         if not model.path:
             state.update(f"{model.model_dump_json(exclude_defaults=True)} {spec.run.seed}".encode())
         found[f"{BASE if role.trained else MODEL}{name}"] = [0, state.hexdigest()]
