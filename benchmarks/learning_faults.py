@@ -314,7 +314,8 @@ def _series(run: Run, folder: Path) -> dict[str, Any]:
     names = sorted({name for line in steps for name in line if not name.startswith(LEFT_OUT)} - {"step"})
     settings = {key: value for key, value in reader.settings().items()
                 if key.startswith(KEPT) and "/" not in f"{key}{value}"}
-    doubts = [{"text": each.replace(f"{folder.parent}/", "").replace(f"{ROOT}/", ""), **vars(each)} for each in reader.doubts()]
+    doubts = [{"text": each.replace(f"{folder.parent}/", "").replace(f"{ROOT}/", ""), **vars(each)}
+              for each in reader.doubts()]
     return {"first": run.first, "settings": settings, "steps": len(steps), "doubts": doubts,
             "series": {name: [line.get(name) if name == "response/fingerprint" else _short(line.get(name))
                               for line in steps] for name in names}}
