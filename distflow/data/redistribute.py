@@ -33,7 +33,7 @@ from distflow.telemetry.metrics import Metrics
 _SLACK = 1.25
 """Factor by which a new buffer exceeds the request: the next step's rows fit too, and untouched pages cost nothing."""
 _SHOWN = 5
-ROUND_BYTES = 4 << 20
+ROUND_BYTES = 2 << 20
 """Of rows that a rank sends to or gets from other machines at once; they are in memory twice meanwhile."""
 _MOST_ROUNDS = 16
 """Of many rows a sixteenth goes at once, since all ranks wait for each other in each round."""
