@@ -1,9 +1,10 @@
 """Finds questions of held-out data among the training data, equal or nearly so, since they make validation too good.
 
 Texts are compared in lower case, without spaces and punctuation; operators stay. Two are nearly equal if of all their
-runs of eight bytes at least `NEAR` are in both (Broder 1997). Candidates are found by MinHash signatures in bands,
-which miss one whose share is just `NEAR` once in 4,500 times, and are then compared exactly. Held-out data is held in
-memory, training data is read once, a block at a time.
+runs of eight bytes at least `NEAR` are in both (Broder 1997). Runs that most held-out questions have, such as those of
+an instruction before each problem, tell no two apart and do not count. Candidates are found by MinHash signatures in
+bands, which miss one whose share is just `NEAR` once in 4,500 times, and are then compared exactly. Held-out data is
+held in memory, training data is read once, a block at a time.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from distflow.data.problems import answer_text, question_text
 
 NEAR = 0.8
 _RUN, _BANDS, _ROWS = 8, 16, 4
+_FEW = 8
+"""Questions in which what most have in common is not looked for."""
 _SHOWN = 3
 _INSIGNIFICANT = re.compile(r"(?!(?<=[0-9])\.(?=[0-9]))[^\w+*/%<>=^|~×÷−-]|_|(?<![0-9)])-(?=[^\W\d])|(?<=[^\W\d])-")
 """What says nothing about a question: spaces, punctuation and hyphens of words."""
@@ -48,7 +51,10 @@ class HeldOut:
             text = normalized(record.get(question))
             self.texts.setdefault(text, []).append(index)
             self.runs.append(_shingles(text) if near else numpy.empty(0))
-            for band in _bands(self.runs[index]) if near else ():
+        self.common = _in_most(self.runs) if near and len(self.runs) >= _FEW else numpy.empty(0, numpy.uint64)
+        for index in range(len(self.runs)) if near else ():
+            self.runs[index] = numpy.setdiff1d(self.runs[index], self.common, assume_unique=True)
+            for band in _bands(self.runs[index]):
                 self.bands.setdefault(band, []).append(index)
 
     def overlap(self, training: Records, question: str) -> Overlap:
@@ -64,7 +70,7 @@ class HeldOut:
                                                for other, index in sorted(found.items())[:_SHOWN]])
 
     def _near(self, text: str) -> Iterator[int]:
-        runs = _shingles(text)
+        runs = numpy.setdiff1d(_shingles(text), self.common, assume_unique=True)
         for other in sorted({each for band in _bands(runs) for each in self.bands.get(band, ())}):
             both = len(numpy.intersect1d(runs, self.runs[other], assume_unique=True))
             if both >= NEAR * (len(runs) + len(self.runs[other]) - both):
@@ -127,10 +133,18 @@ def _shingles(text: str) -> numpy.ndarray:
     return numpy.unique(numpy.ascontiguousarray(windows).view(numpy.uint64))
 
 
+def _in_most(texts: list[numpy.ndarray]) -> numpy.ndarray:
+    """Return the runs that more than half of the texts have."""
+    runs, counts = numpy.unique(numpy.concatenate(texts), return_counts=True)
+    return runs[counts > len(texts) / 2]
+
+
 _DRAWN = numpy.random.default_rng(0).integers(0, 2**63, (2, _BANDS * _ROWS), dtype=numpy.uint64)
 
 
 def _bands(runs: numpy.ndarray) -> Iterator[tuple[int, bytes]]:
+    if not len(runs):
+        return
     mixed = (runs ^ (runs >> numpy.uint64(31)))[:, None] * (_DRAWN[0] | numpy.uint64(1)) + _DRAWN[1]
     lowest = (mixed ^ (mixed >> numpy.uint64(29))).min(0)
     yield from ((band, lowest[band * _ROWS : (band + 1) * _ROWS].tobytes()) for band in range(_BANDS))

@@ -58,6 +58,18 @@ def test_other_numbers_in_a_short_question_are_another_question(tmp_path):
     assert (found.exact, found.near) == (0, 0)
 
 
+def test_what_every_question_has_tells_no_two_apart(tmp_path):
+    asked = [f"State the final answer to the following arithmetic problem: {number % 10} + {number // 4} ="
+             for number in range(10, 50)]
+    told = [f"State the final answer to the following word problem: {question(number, 40)}" for number in range(20)]
+    for trained, held_out, near_ones in ((asked[:20], asked[20:], 0), (told[:10], told[10:], 0),
+                                         ([*told[:10], told[15].replace(" price ", " worth ")], told[10:], 1)):
+        training, other = (open_records(written(tmp_path / f"{index}.jsonl", each))
+                           for index, each in enumerate((trained, held_out)))
+        ((*_, found),) = overlaps({"a": training}, {"b": other}, "question")
+        assert (found.exact, found.near) == (0, near_ones)
+
+
 def test_validation_questions_that_are_trained_are_noted(files):
     settings = [f"data.train={files[0]}", f"validation.data={{test: {files[1]}}}"]
     (note,) = [note for note in check_data(load("grpo", None, settings)) if "validated" in note]
