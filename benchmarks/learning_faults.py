@@ -2,7 +2,7 @@
 
     record    run the healthy and the planted runs, one after the other, and keep their metrics by step
     unseen    run the planted runs of kinds that no rule was made with; their metrics have a file of their own
-    blind     run those of planted_faults_blind.yaml, healthy ones among them; the same; blind_2 to blind_7
+    blind     run those of planted_faults_blind.yaml, healthy ones among them; the same; blind_2 to blind_8
     open_3    run those that are of the third set and open to all, so that rules may be made with them; the same
     strange   run healthy runs whose settings, rewards or models are rare; the same
     long      run healthy runs of 100 steps of all shipped algorithms; their metrics are kept in runs/ alone
@@ -40,7 +40,7 @@ from distflow.telemetry.run_reader import RunReader
 RESULTS = ROOT / "benchmarks/results/learning_faults.json"
 OTHERS = {name: RESULTS.with_stem(f"learning_faults_{name}")
           for name in ("unseen", "blind", "blind_2", "open_3", "blind_3", "blind_4", "blind_5", "blind_6",
-                       "blind_7", "strange")}
+                       "blind_7", "blind_8", "strange")}
 LONG_RESULTS, TOOL_MODEL = ROOT / "runs/learning_faults_long.json", ROOT / "runs/learning_faults_tools"
 STEPS, BATCH, ROWS, HELD_OUT = 32, 8, 64, 80
 DENSE = {"near_miss:near_miss": {"weight": 1.0, "reach": 20}, "format": {"weight": 0.2, "pattern": ".*#### -?[0-9]+"}}
@@ -169,6 +169,9 @@ def _write_records(kind: str, folder: Path) -> str:
         rows = rows[:1] * 600
     if kind == "joined":
         rows = [each for pair in zip(rows, _with_next_answers(rows)) for each in pair]
+    if kind == "runs_on":
+        rows = [row | {"answer": f"{row['answer']} {after['question']} {after['answer']}"}
+                for row, after in zip(rows, rows[1:])]
     if kind == "shifted":
         rows = _with_next_answers(rows)
     for at, row in enumerate(rows):
@@ -201,7 +204,8 @@ def _write_records(kind: str, folder: Path) -> str:
     return str(folder / "train.jsonl")
 
 
-_PAIRS = ("swapped", "random", "same", "ties", "marks", "praised", "prompted", "rejected_prompted", "unfinished")
+_PAIRS = ("swapped", "random", "same", "ties", "marks", "praised", "prompted", "rejected_prompted", "unfinished",
+          "both_ways")
 
 
 def _pairs(kind: str) -> list[dict[str, str]]:
@@ -214,8 +218,10 @@ def _pairs(kind: str) -> list[dict[str, str]]:
             "rejected_prompted": (chosen, f"{row['question']} {rejected}"),
             "unfinished": (chosen.partition("####")[0].strip(), rejected),
             "praised": (f"Sure, here you are: {chosen}", rejected),
-            "prompted": (f"{row['question']} {chosen}", f"{row['question']} {rejected}")}.get(kind, (rejected, chosen))
-    return rows
+            "prompted": (f"{row['question']} {chosen}", f"{row['question']} {rejected}"),
+            "both_ways": (chosen, rejected)}.get(kind, (rejected, chosen))
+    return [each for row in rows for each in (row, row | {"chosen": row["rejected"], "rejected": row["chosen"]})] \
+        if kind == "both_ways" else rows
 
 
 def _write_start(kind: str, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math as numbers
 import random
 import re
@@ -218,3 +219,75 @@ class UnreadCalls(Calculator):
 def cancels(completion: str, answer: str) -> float:
     """Pay for what `math` does not pay for."""
     return 1.0 - math(completion, answer)
+
+
+@node(writes="response_mask", type="COMPUTE")
+def mask_working(responses: Ragged, *, fault: str, first: int, rows: int) -> Ragged:
+    """Train the last three tokens of each answer alone, as a mask of all that comes before the result does."""
+    left_T = responses.offsets[1:][responses.row_of] - torch.arange(len(responses.values))
+    return responses.with_values(left_T <= 3)
+
+
+@environment
+class Lags(Calculator):
+    """A calculator that answers each call with the result of the call before, and the first with 0."""
+
+    def __init__(self, answer: str):
+        super().__init__(answer)
+        self.before = "0"
+
+    def step(self, text: str) -> Turn:
+        turn = super().step(text)
+        if turn.done:
+            return turn
+        said, self.before = self.before, turn.observation
+        return Turn(said)
+
+
+@environment
+class Budget(Calculator):
+    """A calculator that answers 600 calls, of all conversations together, and no more."""
+
+    left = 600
+
+    def step(self, text: str) -> Turn:
+        turn = super().step(text)
+        if not turn.done:
+            Budget.left -= 1
+        return turn if turn.done or Budget.left >= 0 else Turn("the budget is used up")
+
+
+@node(type="MODEL_TRAIN")
+def skip_updates(engine: RoleEngines, rewards: Tensor, *, fault: str, first: int, rows: int) -> None:
+    """Make one of eight of the optimizer's steps, as a loss scaler does that finds overflows in the others."""
+    trainer = engine.engine
+    assert isinstance(trainer, FSDPEngine)
+    if not trainer.optimizer or id(engine) in _BENT:
+        return
+    _BENT.add(id(engine))
+    step, count = trainer.optimizer.step, [0]
+
+    def sometimes(*given: object, **named: object) -> object:
+        count[0] += 1
+        return step(*given, **named) if count[0] % 8 == 0 else None
+
+    vars(trainer.optimizer)["step"] = sometimes
+
+
+@reward
+def annealed(completion: str, answer: str, row: int) -> float:
+    """Pay a right answer by a weight that falls evenly from 1 to 0 in 12 steps of 64 rows, and on."""
+    return math(completion, answer) * (1 - row / 64 / 12)
+
+
+@node(writes="teacher_logprobs", type="COMPUTE")
+def fill_gaps(teacher_logprobs: Ragged, *, fault: str, first: int, rows: int) -> Ragged:
+    """Return 0 for tokens that a served teacher does not name among its most likely ones."""
+    values_T = teacher_logprobs.values
+    return teacher_logprobs.with_values(torch.where(values_T < -3, torch.zeros_like(values_T), values_T))
+
+
+@reward
+def similar(completion: str, answer: str) -> float:
+    """Pay by how alike the texts are."""
+    return difflib.SequenceMatcher(None, completion, answer).ratio()
