@@ -3,6 +3,7 @@ network and the run's folder."""
 
 from __future__ import annotations
 
+import json
 import signal
 from functools import partial
 
@@ -12,6 +13,8 @@ from harness import metrics_of
 from benchmarks.cluster import Cluster
 from distflow import launch
 from distflow.options import load_spec
+from distflow.recovery.membership import MACHINES
+from distflow.store.clients import open_store
 from planners import plan
 from workers.elastic import ElasticAgent
 
@@ -97,6 +100,24 @@ def test_a_machine_that_trains_is_lost_and_one_that_samples_takes_its_place(clus
     assert restored["source"] == "peer replica"
     assert restored["of_step"] >= 1
     assert [event["rank"] for event in run.events("worker_ready")].count(2) == 1
+
+
+def test_a_machine_that_trains_is_lost_with_its_first_heir_and_the_next_one_takes_its_place(cluster):
+    """The copy of the state was in that heir's memory: the trainer goes on from the newest checkpoint."""
+    run = cluster("--set", "mode=async", "--set", "groups.rollout=3", "--machines", "2:4")
+    for name in ("one", "two", "three", "four"):
+        run.start(name)
+    run.wait_until(lambda: {event["rank"] for event in run.events("worker_caught_up")} >= {0, 1, 2, 3})
+    run.wait_for_step(10)
+    members = json.loads(open_store(run.address, 30.0).below(MACHINES).get("0/members") or "")
+    names = {machine.pid: name for name, machine in run.machines.items()}
+    for member in members[:2]:
+        run.kill(names[int(member.split()[2])])
+    assert set(run.wait_for_exit().values()) == {0}, run.logs()
+    assert sorted(metrics_of(run.run)) == list(range(1, STEPS + 1))
+    assert {event["group"] for event in run.events("failure")} == {"trainer"}
+    restored, = run.events("state_restored")
+    assert restored["of_step"] >= 4, "all ranks begin anew without a checkpoint"
 
 
 def test_a_machine_that_trains_is_lost_and_a_spare_one_fills_its_place(cluster):

@@ -3,7 +3,7 @@
 Each machine's torchrun knows of no other. They meet at an etcd, in rendezvous rounds. A round begins when enough
 machines have come; each then has a block of ranks, those that train first. A machine that only samples may be lost, and
 another may take its block, while all others go on. When a machine that trains is lost, one that samples takes over its
-block (`Membership.successor`): the ranks that train start again from the newest consistent state, and all others sample
+block (`Membership.heirs`): the ranks that train start again from the newest consistent state, and all others sample
 on. If none can be spared, the machines that are left begin the next round. No process decides: whoever sees a loss
 proposes a round, and the store takes the first proposal.
 
@@ -172,9 +172,11 @@ class Membership:
         blocks = range(self.most)
         return {block: name for block, (name, _, _) in zip(blocks, self.signs_of_life(round, blocks)) if name}
 
-    def successor(self, block: int) -> int:
-        """Return the block whose machine takes over another one, which trains, when that is lost; -1: none does."""
-        return _NO_BLOCK if self.most == self.vital else self.vital + block % (self.most - self.vital)
+    def heirs(self, block: int) -> list[int]:
+        """Return the blocks of which the first one with a living machine takes over another one, which trains, when
+        that is lost."""
+        count = self.most - self.vital
+        return [self.vital + (block + step) % count for step in range(count)]
 
     def take_over(self, round: int, block: int, lost: str, mine: int) -> None:
         """Take the block of a lost machine. This machine's own is left to another when it calls `vacate`."""
@@ -357,13 +359,14 @@ def _watch(membership: Membership, rendezvous: Rendezvous) -> None:
 def _report_losses(membership: Membership, rendezvous: Rendezvous, silences: dict[int, Silence],
                    reported: set[str]) -> None:
     """Propose the next round for each machine that trains and is silent, unless one that samples takes its place; the
-    first block's says once which others are. Every other machine looks at those whose place it would take and at the
-    next ones in a ring, and at those after them once these are silent."""
+    first block's says once which others are. Every other machine looks at those whose place it would take, as first or
+    second heir, and at the next ones in a ring, and at those after them once these are silent."""
     first, blocks = rendezvous.block == 0, rendezvous.blocks
     ring = [(rendezvous.block + step) % blocks for step in range(1, blocks + (rendezvous.block == _NO_BLOCK))]
     width = max(1, len(ring)) if first else _WATCHED
-    heir_of = [block for block in ring if membership.successor(block) == rendezvous.block >= membership.vital > block]
-    for near in (heir_of, *(ring[at : at + width] for at in range(0, len(ring), width))):
+    inherits = [block for block in range(membership.vital) if rendezvous.block in membership.heirs(block)[:2]]
+    inherits += {membership.heirs(block)[0] for block in inherits} - {rendezvous.block}
+    for near in (inherits, *(ring[at : at + width] for at in range(0, len(ring), width))):
         lives = False
         for block, (name, left, heartbeat) in zip(near, membership.signs_of_life(rendezvous.number, near)):
             if not name or left or name in reported:
@@ -380,7 +383,7 @@ def _report_losses(membership: Membership, rendezvous: Rendezvous, silences: dic
             elif first:
                 print(f"{what}; the others sample on, and another may take its place", flush=True)
             reported.add(name)
-        if lives and near is not heir_of:
+        if lives and near is not inherits:
             return
 
 
@@ -388,12 +391,12 @@ def _is_taken_over(membership: Membership, rendezvous: Rendezvous, block: int, n
                    silences: dict[int, Silence]) -> bool:
     """Return whether a machine that samples takes the place of a silent one that trains, while another one samples on.
     This one does so, if it is that machine."""
-    samplers, successor = range(membership.vital, rendezvous.blocks), membership.successor(block)
+    samplers = range(membership.vital, rendezvous.blocks)
     signs = membership.signs_of_life(rendezvous.number, samplers) if block < membership.vital else []
     living = [each for each, (sampler, left, heartbeat) in zip(samplers, signs) if sampler and not left
               and (each == rendezvous.block or silences[each].of((sampler, heartbeat)) <= membership.silence)]
-    if successor not in living or len(living) < 2:
+    if len(living) < 2:
         return False
-    if successor == rendezvous.block:
+    if next(heir for heir in membership.heirs(block) if heir in living) == rendezvous.block:
         membership.take_over(rendezvous.number, block, name, rendezvous.block)
     return True

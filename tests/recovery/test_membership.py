@@ -107,6 +107,26 @@ def test_one_that_samples_takes_the_place_of_one_that_trains(store, pool):
     assert third.holders(0) == {0: second.name, 1: "spare", 2: third.name}
 
 
+def test_the_next_one_takes_the_place_if_the_first_heir_is_silent_too(store, pool):
+    """Neither of the two that are left can know which was lost first."""
+    machines = [machine(store, f"run host-{name} 7 7", most=4, silence=1.0) for name in "abcd"]
+    by_block = {round.block: each for round, each in zip(joined(pool, *machines), machines)}
+    assert by_block[0].heirs(0) == [1, 2, 3]
+    silences = {block: {other: Silence(0.5) for other in range(4)} for block in (2, 3)}
+    until = time.monotonic() + 30
+    for count in itertools.count():
+        for block in (3, 2):
+            by_block[block].send_heartbeat(0, block, count)
+        for block in (3, 2):
+            _report_losses(by_block[block], Rendezvous(0, block, 4), silences[block], set())
+        if by_block[2].holders(0)[0] == by_block[2].name:
+            break
+        assert time.monotonic() < until
+    assert not by_block[3].is_superseded(0)
+    by_block[2].vacate(0, 2)
+    assert joined(pool, by_block[2]) == [Rendezvous(0, 0, 4, True)]
+
+
 def test_the_last_one_that_samples_takes_no_place(store, pool):
     """Nobody would sample: the machines that are left begin the next round."""
     machines = [machine(store, f"run host-{name} 7 7", most=2, silence=0.5) for name in "ab"]
