@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from distflow.cli.common import noted, table
 from distflow.config.spec import Spec
-from distflow.plan import SHARES_OUTERMOST, TRAINER, Plan, Task, Transfer
+from distflow.plan import ROLLOUT, SHARES_OUTERMOST, TRAINER, Plan, Task, Transfer
 
 _OF_A_SHARE = ("vllm", "sglang")
 """Engines that page their cache: they take `generation.memory_share` of a device, whatever rows come."""
@@ -59,6 +59,17 @@ def _chain(plan: Plan, spec: Spec) -> Iterator[str]:
             yield f"{ahead}: of each prompt as it comes, while others are still sampled"
     if not plan.groups:
         yield from _tasks(plan, list(plan.chain(0)), batch, 0, plan.ranks - 1)
+    if plan.rollouts:
+        yield from ("", _reserve(plan))
+
+
+def _reserve(plan: Plan) -> str:
+    """Return how many ranks should sample, so that they can replace those of a parallel group that trains where
+    machines come and go (RobustRL, §5.1.3: the largest of its sizes)."""
+    wanted = max(max(layout.dp, layout.tp, layout.pp, layout.cp, layout.ep)
+                 for _, samples, layout in plan.groups[0].plan.models if not samples)
+    return f"with --store, {wanted} ranks that sample could replace a whole parallel group that trains; " \
+        f"{sum(len(group.ranks) for group in plan.groups if group.kind == ROLLOUT)} sample here"
 
 
 def _tasks(plan: Plan, tasks: list[Task], batch: int, first: int, last: int, group: str = "") -> Iterator[str]:

@@ -285,3 +285,14 @@ def test_a_node_that_needs_weights_is_not_moved_to_rollouts(tmp_path, kind):
     shown["nodes"]["ask"] |= {"type": kind, "function": f"asking_{kind}:asked"}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(shown))
     assert "samples, but needs node `ask`, which runs in the trainer" in refusal(tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize(("ranks", "settings", "said"), [
+    (8, ("mode=async", "groups.rollout=4"), "4 ranks that sample could replace a whole parallel group that trains; 4 "),
+    (9, ("mode=semi_sync", "groups.rollout=1", "layouts.update.tp=2"), "4 ranks that sample could"),
+    (4, ("mode=sync",), "")])
+def test_a_plan_says_how_many_should_sample_to_replace_those_that_train(ranks, settings, said):
+    spec, made = planned("grpo.yaml", ranks, *settings)
+    text = "\n".join(describe(made, spec))
+    assert said in text
+    assert ("with --store" in text) == bool(said)
