@@ -141,6 +141,8 @@ USUAL = (
     Usual("roles.*.generation.temperature", 0.4, 1.4, (0.05, 2),
           "a prompt gets the same answer again and again, and nothing is compared|completions are random", "1",
           of=_sampled),
+    Usual("validation.temperature", 0, 1.4, (0, 1.8), "|held-out answers are random: they tell little of the policy",
+          "0"),
     Usual("roles.*.generation.top_p", 0.5, 1, (0.1, 1), "only the likeliest tokens are sampled: answers hardly differ",
           "1", of=_sampled),
     Usual("roles.*.generation.top_k", 5, math.inf, (1.5, math.inf),

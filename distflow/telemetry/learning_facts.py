@@ -32,7 +32,7 @@ DOUBTS = {
     "held_out_trained": ("leaking_prompts", "validation measures what was learnt by heart"),
     "other_field": ("one_answer", "another field is learnt, or compared with, than was meant"),
     "answer_in_question": ("leaking_prompts", "the policy copies answers from their prompts"),
-    "question_in_answer": ("data_lost", "the model learns to write the question first"),
+    "question_in_answer": ("data_lost", "the model learns to write questions, too"),
     "marks_in_texts": ("data_lost", "messages are divided where none ends, which the model has never seen"),
     "answers_contradict": ("duplicated_prompts", "one of the answers is wrong, and what is right earns nothing"),
     "pairs_contradict": ("pairs_contradict", "such pairs teach nothing, or what is worse"),

@@ -1,6 +1,7 @@
 """Proves that the first records can be learned from: fields that are probably not the ones that were meant.
 
-    answers      are not all the same, not a count of the records, not the question and not behind it, and do not end it
+    answers      are not all the same, not a count of the records, not the question and not behind it, do not end it,
+                 and hold no other record's question
     choices      a question that offers letters has one of them as its answer
     pairs        the chosen and the rejected answer of a record differ, and its scores say which is which
     tool calls   have arguments that are JSON, and name a tool of the record
@@ -32,8 +33,9 @@ from workers.preflight.proofs import FailedProof, FirstRecords, shortened
 
 _ENOUGH = 8
 """Records from which on it is no accident that all of them have something in common."""
-_LONG = 4
-"""Characters of an answer from which on a question hardly ends with it by accident."""
+_LONG, _WHOLE = 4, 16
+"""Characters of an answer from which on a question hardly ends with it by accident, and of a question from which on it
+hardly stands in another record's answer by accident."""
 _OFFER = re.compile(r"(?:^|[\s(\[])([A-J]|[a-j])[).:\]]\s", re.MULTILINE)
 
 
@@ -76,12 +78,20 @@ def _questions_are_not_in_answers(records: FirstRecords) -> Iterator[FailedProof
     pairs = records.training and "chosen" in records.data.columns
     said = [[answer] * learned + ([answer_text(row["chosen"])] if pairs else [])
             for answer, row in zip(records.answers, records.rows)]
-    begins = [index for index, question in enumerate(map(str.strip, records.questions)) if len(question) >= _LONG and
+    asked = [question.strip() for question in records.questions]
+    begins = [index for index, question in enumerate(asked) if len(question) >= _LONG and
               any(text.strip() != question and text.strip().startswith(question) for text in said[index])]
     if 2 * len(begins) > len(records):
         yield from records.failed(begins, " has an answer that begins with its question, which the model then learns "
                                   "to repeat", "Take the questions out of the answers.", doubt=True,
                                   kind="question_in_answer")
+    whole = {question for question in asked if len(question) >= _WHOLE}
+    joined = [index for index, texts in enumerate(said)
+              if any(question in text for text in texts for question in whole - {asked[index]})]
+    if 2 * len(joined) > len(records):
+        yield from records.failed(joined, " has an answer that goes on with another record's question, as joined texts "
+                                  "do", "Write each question and its answer as a record of its own.",
+                                  doubt=True, kind="question_in_answer")
 
 
 def _choices_are_offered(records: FirstRecords) -> Iterator[FailedProof]:

@@ -32,6 +32,10 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
         Task([{**each, **{name: f"{each['question']} {each[name]}" for name in ("chosen", "rejected")}}
               for each in PAIRS], dag="dpo", data={"columns": ["chosen", "rejected"]}), False,
         "has an answer that begins with its question"),
+    "answers go on with the next question": (
+        Task([{"question": f"How much is {each['question']}", "answer": f"{each['answer']} How much is {later}"}
+              for each, later in zip(SUMS, [each["question"] for each in (*SUMS[1:], SUMS[0])])], dag="sft"), False,
+        "has an answer that goes on with another record's question"),
     "choices in another case": (Task([{**each, "answer": each["answer"].lower()} for each in CHOICES]), False,
                                 "offers the choices A B C, and its answer is `a`"),
     "chosen is rejected": (Task([{**each, "rejected": each["chosen"]} for each in PAIRS], dag="dpo",
