@@ -19,6 +19,8 @@ from distflow.telemetry.screen import printable, terminal
 
 _SHOWN = (("reward/mean", "reward", ".3f"), ("environment/reward", "reward", ".3f"), ("loss", "loss", "+.4f"),
           ("response/length", "length", ".1f"), ("tokens_per_second", "tok/s", ",.0f"))
+_LARGE = 1e7
+"""Numbers from which on their digits would push the others off the line."""
 _BAR, _BESIDE = 10, 12  # columns of the bar itself, and of the time left with the space between all parts
 _RECENT, _OUTAGE = 20, 3.0
 """Steps by which the time left is estimated, and how many times the median one of them may take to count."""
@@ -72,7 +74,8 @@ class StepProgress:
     def step(self, metrics: dict[str, float]) -> None:
         self.done += 1
         left = f"left {_clock(self._left(metrics.get('seconds', 0.0)))}"
-        numbers = [f"{label} {format(metrics[name], form)}" for name, label, form in _SHOWN if name in metrics]
+        numbers = [f"{label} {format(value, form if abs(value) < _LARGE else '.3g')}"
+                   for name, label, form in _SHOWN if (value := metrics.get(name)) is not None]
         if self.bar:
             self.bar.update(self.task, completed=self.done, left=left,
                             numbers=self._fitting(numbers, self.bar.console.width - len(left) + 7))

@@ -23,12 +23,12 @@ def test_plain_lines(capsys):
     progress = StepProgress("grpo", 4, 1)
     progress.say("[bold] stays as it is")
     progress.step({"reward/mean": 0.25, "loss": -0.5, "response/length": 7.04, "tokens_per_second": 12345.6})
-    progress.step({"loss": float("nan")})
+    progress.step({"reward/mean": 1.9516e31, "loss": float("nan")})
     progress.close()
     said, first, second = capsys.readouterr().out.splitlines()
     assert said == "[bold] stays as it is"
     assert re.fullmatch(r"grpo  step 2/4  reward 0\.250  loss -0\.5000  length 7\.0  tok/s 12,346  left 0:00", first)
-    assert re.fullmatch(r"grpo  step 3/4  loss \+?nan  left 0:00", second)
+    assert re.fullmatch(r"grpo  step 3/4  reward 1\.95e\+31  loss \+?nan  left 0:00", second)
 
 
 def test_a_long_run_has_a_line_each_tenth_step(capsys, monkeypatch):
