@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from distflow.contracts.decorators import Turn
+from distflow.telemetry import events
 from workers.isolation.env_worker import fingerprint_of
-from workers.isolation.pool import Call, CallPool, ChildProcess
+from workers.isolation.pool import Call, CallPool, ChildProcess, ForkServerLost
 from workers.isolation.sandbox.variables import named_secrets
 
 _MAX_PENDING = 64  # steps sent to a child ahead of their answers; the child runs them one after the other
@@ -80,6 +82,7 @@ class Episode(Call):
     home: EnvProcess | None = None
     lives: bool = False  # whether the environment has been created there
     answer: Turn | EnvFailure | None = None  # to the newest step, as soon as there is one
+    lost: bool = False  # whether the fork server has been lost while that step had no answer
 
     def steps(self, stateless: bool) -> dict[str, Any]:
         """Return what a child is asked to do."""
@@ -175,18 +178,21 @@ class EnvPool(CallPool[EnvProcess]):
     def step(self, episode: Episode, text: str) -> None:
         """Send the model's turn `text` to an environment, which is created on the first one here."""
         episode.texts.append(text)
-        episode.attempt, episode.answer = 0, None
+        episode.attempt, episode.answer, episode.lost = 0, None, False
         self.waiting.append(episode)
 
     def turns(self, timeout_s: float = 0.0) -> Answered:
         """Return the answers of environments; [] after `timeout_s` seconds, after `wake`, or if none is under way."""
         until = time.monotonic() + timeout_s
         while True:
-            self._isolate_slow_steps()
-            self.assign()
-            moving = min([until, *(each.blocked_at for each in self._shared_processes())])
-            self.hand_out(0.0 if self.answers or not self.busy else moving)
-            self.end_late()
+            try:
+                self._isolate_slow_steps()
+                self.assign()
+                moving = min([until, *(each.blocked_at for each in self._shared_processes())])
+                self.hand_out(0.0 if self.answers or not self.busy else moving)
+                self.end_late()
+            except ForkServerLost as error:
+                self._start_again(error)
             if self.answers or self.woken or not self.busy or time.monotonic() >= until:
                 found, self.answers = self.answers, []
                 return found
@@ -231,13 +237,32 @@ class EnvPool(CallPool[EnvProcess]):
         self.waiting = deque(call for call in self.waiting if call not in dropped)
         for episode in dropped:
             episode.caller = None
-        for process in {episode.home for episode in dropped if episode.home}:
-            if process not in self.shared or not dropped.isdisjoint(process.pending.values()):
-                self.lose(process, [*dropped], "")
-            else:
-                for episode in process.episodes & dropped:
-                    process.forget(episode)
-        self.kill_ended()
+        try:
+            for process in {episode.home for episode in dropped if episode.home}:
+                if process not in self.shared or not dropped.isdisjoint(process.pending.values()):
+                    self.lose(process, [*dropped], "")
+                else:
+                    for episode in process.episodes & dropped:
+                        process.forget(episode)
+            self.kill_ended()
+        except ForkServerLost as error:
+            self._start_again(error, dropped)
+
+    def _start_again(self, error: ForkServerLost, dropped: Collection[Episode] = ()) -> None:
+        """Create all environments but `dropped` again, each with its next step. Raises the error if a step without an
+        answer was lost so before: it may be what ends the fork server."""
+        lost = [call for child in self.children for call in child.pending.values() if call not in dropped]
+        for child in self.children:
+            child.leave(*child.episodes)
+        self.shared.clear()
+        self.stop()
+        self.waiting.extendleft(reversed(lost))
+        if any(call.lost for call in self.waiting):
+            raise error
+        for call in self.waiting:
+            call.lost = True
+        events.show(f"[rank {events.current().rank}] {error} It starts again, and environments repeat their steps.",
+                    sys.stderr)
 
     def choose(self, call: Episode) -> EnvProcess | None:
         """Return the process of an environment, or of a new one: another process, or the least loaded shared one."""

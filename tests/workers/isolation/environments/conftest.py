@@ -66,6 +66,10 @@ class Hostile:
     def sleep(self):
         time.sleep(3600)
 
+    def ends_server(self):
+        os.kill(os.getppid(), 9)
+        time.sleep(3600)
+
     def raises(self):
         raise KeyError("no such tool")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -157,28 +158,46 @@ def test_env_service_keeps_nothing_of_a_client_that_restarts_its_rows(open_servi
     assert not service.left
 
 
-def test_env_service_tells_all_clients_that_the_fork_server_is_lost(open_service, tmp_path):
-    service = open_service("Unsafe")
-    asked = threading.Barrier(5)
+def lose_server(service) -> None:
+    service.pool.server.signal(signal.SIGKILL)
+    service.pool.server.wait()
 
-    def talk(_: int) -> str:
+
+@pytest.mark.parametrize("name", ["Safe", "Unsafe"])
+def test_env_service_goes_on_with_all_conversations_when_the_fork_server_is_lost(open_service, name):
+    service = open_service(name)
+    for _ in range(2):
         with service.client() as client:
-            answers(client, {0: "hello"})
-            client.step(0, {"question": "q"}, "sleep")
-            client.turns()
+            for text, answer in (("hello", "hello"), ("again", "hello again")):
+                found = answers(client, dict.fromkeys(range(4), text))
+                assert found == dict.fromkeys(range(4), Turn(answer, reward=0.25))
+                lose_server(service)
+
+
+def test_env_service_repeats_a_step_that_was_under_way_when_the_fork_server_was_lost(open_service, tmp_path):
+    service, word = open_service("Patient"), tmp_path / "word"
+    asked = tmp_path / "word.asked"
+    with service.client() as client:
+        client.step(0, {"question": str(word)}, "wait")
+        client.turns()
+        until = time.monotonic() + 60
+        while not asked.exists():
+            assert time.monotonic() < until
+        lose_server(service)
+        word.touch()
+        assert client.turns(60.0) == [(0, Turn("at last", True, 1.0))]
+    assert asked.read_text() == "wait\n" * 2
+
+
+def test_env_service_tells_all_clients_of_a_step_that_ends_the_fork_server_twice(open_service):
+    service = open_service("Unsafe")
+    asked = threading.Barrier(4)
+
+    def talk(row: int) -> None:
+        with service.client() as client:
             asked.wait()
-            try:
-                client.turns(float("inf"))
-            except EngineError as error:
-                return str(error)
+            with pytest.raises(EngineError, match="has ended, with code -9"):
+                answers(client, {row: "ends_server" if row == 0 else "sleep"})
 
     with ThreadPoolExecutor(4) as pool:
-        said = pool.map(talk, range(4))
-        asked.wait()
-        service.pool.server.signal(signal.SIGKILL)
-        service.pool.server.wait()
-        with service.client() as client:
-            client.step(0, {"question": "q"}, "hello")
-            with pytest.raises(EngineError, match="has ended, with code -9"):
-                client.turns(60.0)
-        assert all("has ended, with code -9" in each or each == "None" for each in said)
+        list(pool.map(talk, range(4)))
