@@ -54,7 +54,7 @@ def proved(task: Task, folder: Path, name: str) -> Preflight:
     for file, records in (("train", task.records), ("heldout", task.held_out)):
         (folder / f"{file}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     (folder / f"{name}.py").write_text(f"from distflow import reward\n{task.module}")
-    recipe = task.reward if not isinstance(task.reward, str) else task.reward.replace("mine", name)
+    recipe = json.loads(json.dumps(task.reward).replace("mine:", f"{name}:"))
     settings = {f"data.{key}": value for key, value in task.data.items()} | {"data.train": "train.jsonl"}
     if task.reward is not None:
         settings |= {"nodes.reward.with": {"reward": recipe}}

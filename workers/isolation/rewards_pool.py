@@ -16,6 +16,7 @@ from distflow.telemetry import events
 from distflow.telemetry.run_reader import RunReader
 from workers.isolation.child import Message
 from workers.isolation.pool import LOAD_TIMEOUT, Call, CallPool, ChildProcess, ForkServerLost
+from workers.isolation.rewards_worker import NO_VALUE
 from workers.isolation.sandbox.variables import named_secrets
 
 _EXTRA_TIME = 1.0  # seconds added to the timeout of async functions, which the child itself cancels in time
@@ -211,7 +212,7 @@ class RewardPool(CallPool[RewardProcess]):
     def _record(self, call: RewardCall, index: int, found: float | FailedSample) -> None:
         failed = isinstance(found, FailedSample)
         self.results.timeouts += failed and found.reason.startswith("took longer")
-        if failed and call.attempt < call.job.retries:
+        if failed and found.reason != NO_VALUE and call.attempt < call.job.retries:
             self.results.retried += 1
             self.waiting.append(call.again(index))
         else:

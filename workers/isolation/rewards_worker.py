@@ -34,6 +34,8 @@ _BURST, _REFILL = 20, 30.0  # lines that a reward may print at once, and seconds
 _LONGEST_LINE = 1000  # characters
 _TRACE = 4000  # characters of a traceback that are sent, counted from its end
 _LARGEST = 3.4028234663852886e38  # the largest float32, the type of rewards
+NO_VALUE = "returned None, not a finite number"
+"""Reason of a failure; among several rewards None means that this one is not for the sample, as TRL has it."""
 Function = Callable[..., Any]
 
 
@@ -242,6 +244,8 @@ def _number(value: Any) -> float:
         number = None if isinstance(value, str | bytes | None) else float(getattr(value, "item", lambda: value)())
     except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises RuntimeError for a tensor of many
         number = None
+    if value is None:
+        raise CallFailure(NO_VALUE)
     if number is None or not abs(number) <= _LARGEST:
         raise CallFailure(f"returned {repr(value)[:200]}, not a finite number")
     return number

@@ -18,7 +18,7 @@ from distflow.errors import Diagnostic, InvalidInput, RewardsFailed, did_you_mea
 from distflow.telemetry.metrics import Metrics, recording
 from distflow.telemetry.tracebacks import users_line, users_part
 from workers.isolation.rewards_pool import FailedSample, Job, RewardPool
-from workers.isolation.rewards_worker import call_in_rank
+from workers.isolation.rewards_worker import NO_VALUE, call_in_rank
 from workers.isolation.user_code import FailureStreak
 
 Columns = dict[str, Sequence[Any]]
@@ -129,7 +129,7 @@ class Scorer:
                 results[call, row] = value
                 reported += own.means()
             elif marks.in_rank:
-                results[call, row] = FailedSample(str(value or "returned None, not a finite number"))
+                results[call, row] = FailedSample(str(value or NO_VALUE))
             else:
                 rest.append(row)
         return rest
@@ -255,8 +255,11 @@ def _job(term: Term, function: Any, contract: RewardContract, columns: Columns, 
 def _combine(terms: list[tuple[Term, ...]], call_of: dict[KeyPath, int], results: CallResults) -> Scores:
     scores = Scores([0.0] * len(terms), [True] * len(terms), parts=[{} for _ in terms])
     for row, own in enumerate(terms):
-        for term in own:
-            found = results[call_of[term.path], row]
+        values = [(term, results[call_of[term.path], row]) for term in own]
+        is_paid = any(term.weight and not isinstance(found, FailedSample) for term, found in values)
+        for term, found in values:
+            if isinstance(found, FailedSample) and found.reason == NO_VALUE and is_paid:
+                continue  # it is for samples of another kind
             if isinstance(found, FailedSample):
                 scores.keep[row] = False
                 scores.failures.append((term.name, row, found))

@@ -13,6 +13,7 @@ with the limits that they have in a run. What is not proved within `_LIMIT` seco
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import itertools
@@ -20,12 +21,13 @@ import json
 import os
 import re
 import signal
+import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TextIO
+from typing import Any, TextIO
 
 from distflow.config.spec import Spec
 from distflow.contracts.forms import RewardContract
@@ -36,6 +38,7 @@ from distflow.plan import CUT_THOUGHTS, FINISHED
 from distflow.telemetry.processes import spawn
 from distflow.telemetry.tracebacks import users_line
 from workers.isolation.rewards_pool import FailedSample
+from workers.isolation.rewards_worker import NO_VALUE
 from workers.isolation.scoring import Columns, Reference, Scorer
 from workers.preflight.forms import completions_of, is_open
 from workers.preflight.proofs import FailedProof, FirstRecords, shortened
@@ -195,7 +198,8 @@ class _RewardTrial:
         self.key = json.dumps([contract.module, term.name, term.settings], default=str)
         self.pattern = term.settings.get("pattern") if self.shipped and term.name == "format" else None
         self.doubt = True if term.weight == 0 else None  # it is watched, and nothing is learned from it
-        marks = self.scorer.functions[term.name].__distflow_reward__
+        self.function = self.scorer.functions[term.name]
+        marks = self.function.__distflow_reward__
         several = self.shipped and (marks.shortcut or marks.in_rank)
         self.records = records.only(range(min(_SEVERAL if several else _FEW, len(records))))
         self.declared = marks.reference is not None
@@ -298,8 +302,10 @@ class _RewardTrial:
         what = f"{self.name} {call}{reason}{line and f', at {line}'} (in {which}, such as {self.records.location(row)})"
         messages = "string indices must" in reason and "completion" in line and _OF_MESSAGES.search(line) is not None
         of_form = not (self.declared or messages) and _OF_FORM.match(reason) is not None
-        doubt = bool(self.doubt or slow or of_form or not never or _NETWORK.match(reason))
-        hint = "The run starts without that proof." if slow else "Completions are texts, not lists of messages as in " \
+        others = not self.kind and reason == NO_VALUE and _may_return(self.function)
+        doubt = bool(self.doubt or slow or of_form or others or not never or _NETWORK.match(reason))
+        hint = "The run starts without that proof." if slow else "Where it does so, the sample's other rewards count " \
+            "alone." if others else "Completions are texts, not lists of messages as in " \
             'TRL. Write  completion  in place of  completion[0]["content"]' if messages else \
             "Samples without a reward leave the step."
         yield FailedProof(Diagnostic(what, where, f"{hint} {_NAME_IT}" if of_form and not slow else hint), doubt)
@@ -374,3 +380,13 @@ def _columns(records: FirstRecords) -> Columns:
            for name in records.data.columns}
     return {"answers": records.answers, "questions": records.questions, "row": [*range(len(records))],
             FINISHED: [True] * len(records), CUT_THOUGHTS: [False] * len(records), **own}
+
+
+def _may_return(function: Callable[..., Any]) -> bool:
+    """Return whether a function has a `return` with a value at all, as far as its source is there."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return True
+    return any(isinstance(each, ast.Return) and each.value is not None and
+               not (isinstance(each.value, ast.Constant) and each.value.value is None) for each in ast.walk(tree))

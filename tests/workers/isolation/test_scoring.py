@@ -35,6 +35,14 @@ def inverse(completion, middle=0.0, last=0.0):
     return None if completion == "none" else 1 / int(completion) + last
 
 @reward(in_rank=True)
+def of_two(completion):
+    return 3.0 if len(completion) == 2 else None
+
+@reward(retries=1)
+def of_others(completion):
+    return 5.0 if len(completion) == 1 else None
+
+@reward(in_rank=True)
 async def not_at_once(completion):
     return 2.0
 
@@ -118,6 +126,17 @@ def test_what_fails_in_the_rank_costs_its_row_alone(score):
         "raised ValueError: invalid literal for int() with base 10: 'x'"]
     assert score("not_at_once", completions=["a"]).rewards == [2.0]
     assert score("after_shortcut", completions=["a", "abc"]).rewards == [7.0, 0.5]
+
+
+def test_a_reward_that_returns_none_is_for_other_samples(score):
+    """As with TRL, where each of several rewards is for a task of its own."""
+    scores = score({"of_two": 1.0, "of_others": 2.0}, completions=["ab", "a", "abc"])
+    assert scores.keep == [True, True, False]
+    assert scores.rewards == [3.0, 10.0, 0.0]
+    assert scores.of_term == {"of_two": [3.0], "of_others": [5.0]}
+    assert {row for _, row, _ in scores.failures} == {2}
+    assert scores.retried == 0, "it would say the same"
+    assert score({"of_two": 1.0, "size": 0.0}, completions=["a"]).keep == [False], "what is watched alone pays nothing"
 
 
 def test_a_row_of_which_one_reward_fails_is_left_out(score):

@@ -87,6 +87,11 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
                                                    "pays an empty answer no less than the answer of each"),
     "a constant reward": (MINE(reward("return 0.5")), False, "pays 0.5 for all that was tried"),
     "a reward without a return": (MINE(reward("completion == answer")), True, "returned None, not a finite number"),
+    "a reward of two without a return": (
+        Task(SUMS, {"mine:paid": 1.0, "math": 1.0}, reward("completion == answer")), True, "returned None, not"),
+    "a reward of two for samples of another kind": (
+        Task(SUMS, {"mine:paid": 1.0, "math": 1.0}, reward("return 1.0 if len(answer) > 9 else None")), False,
+        "the sample's other rewards count alone"),
     "a list that is too short": (MINE(reward("return [1.0]", arguments="completions: list[str], answers: list[str]")),
                                  True, "it returned a list of 1 for"),
     "a module that exits": (MINE("raise SystemExit(3)\n" + reward("return 0.0")), True, "SystemExit: 3"),
