@@ -180,6 +180,12 @@ _ROUNDED = re.compile(r"bnb|[48]-?bit|gptq|awq", re.IGNORECASE)
 """What names of quantized models have."""
 
 
+def _of_variable(path: str, key: str) -> str:
+    """Return what to write for a path with a variable of the environment; "" for any other."""
+    return "Variables of the environment are not read in a file. A shell reads them on the command line:  " \
+        f'--set "{key}={path}"' if "$" in path else ""
+
+
 def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str, bool]:
     """Add the shape of the model in a folder to the spec. Return what is wrong, the remedy, and whether only files are
     missing that another machine may have; else empty texts."""
@@ -187,6 +193,7 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str, bool]:
               "name of a model on its hub, as Qwen/Qwen3-0.6B.")
     folder, hub = find(path, "models", spec.folder), on_hub(path, "models", spec.folder)
     if folder is None:
+        remedy = _of_variable(path, f"roles.{role}.model") or remedy
         return f"there is no model folder `{path}`" + (f", and {fetched(hub)}" if hub else ""), remedy, False
     has_config = (folder / "config.json").is_file()
     if (folder / "adapter_config.json").is_file():  # which transformers would load with the model
@@ -293,6 +300,7 @@ def _check_data(spec: Spec) -> None:
             what = str(fetched(hub)) if hub else f"there is no data `{name}`"
             hint = "Give a .jsonl, .json, .csv or .parquet file, a folder that `datasets` saved, or a file on the " \
                    "Hugging Face hub, as hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet"
+            hint = _of_variable(name, ".".join(path)) or hint
             meant = nearest_file(name, "data", spec.folder) if not hub else None
             hint = f"Did you mean `{meant}`?\n{hint}" if meant else data_set_line(name, spec.folder) or hint
             spec.mistakes.append(Diagnostic(what, spec.run_source.location(path), hint, of_machine=True))

@@ -168,6 +168,7 @@ def _build(source: YamlSource, node: yaml.Node, path: tuple, above: tuple[yaml.N
 
 def _build_mapping(source: YamlSource, node: yaml.MappingNode, path: tuple, above: tuple[yaml.Node, ...]) -> dict:
     result: dict = {}
+    merged: list[yaml.Node] = []
     for key_node, value_node in node.value:
         location = _node_location(source, key_node)
         if not isinstance(key_node, yaml.ScalarNode):
@@ -175,6 +176,9 @@ def _build_mapping(source: YamlSource, node: yaml.MappingNode, path: tuple, abov
             source.mistakes.append(Diagnostic("a key must be one word, not a mapping or a list", location, hint))
             continue
         key = key_node.value
+        if key == "<<" and not key_node.style:
+            merged += value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+            continue
         if key in result:
             first = source.keys[(*path, key)]
             hint = f"It stands first on line {first.line}. Keep one of them."
@@ -183,6 +187,16 @@ def _build_mapping(source: YamlSource, node: yaml.MappingNode, path: tuple, abov
             continue
         source.keys[(*path, key)] = location
         result[key] = _build(source, value_node, (*path, key), above)
+    for other in merged:  # YAML 1.1's merge key: what stands here already stays
+        if not isinstance(other, yaml.MappingNode) or other in above:
+            hint = "It takes the keys of a mapping that stands before:  <<: *name"
+            source.mistakes.append(Diagnostic("`<<` has no mapping to take keys from", _node_location(source, other),
+                                              hint))
+            continue
+        pairs = [pair for pair in other.value
+                 if not (isinstance(pair[0], yaml.ScalarNode) and pair[0].value in result)]
+        rest = yaml.MappingNode(other.tag, pairs, other.start_mark, other.end_mark)
+        result |= _build_mapping(source, rest, path, (*above, other))
     return result
 
 

@@ -15,9 +15,11 @@ from distflow.errors import InvalidInput
 if TYPE_CHECKING:  # reward processes report too, and need no torch
     from torch import Tensor
 
-_MEAN, _SUM, _MAX, _MIN, _STD, _PER_RANK = "mean", "sum", "max", "min", "std", "per rank"
+_MEAN, _SUM, _MAX, _MIN, _STD, _CORRELATION, _PER_RANK = "mean", "sum", "max", "min", "std", "correlation", "per rank"
 _Entry = tuple[str, *tuple[float, ...]]
-"""A kind and its numbers: a total and a weight; for a deviation the count, the mean and the squares around it."""
+"""A kind and its numbers: a total and a weight; for a deviation the count, the mean and the squares around it; for a
+correlation the sums of products and of squares."""
+_NO_SPREAD = 1e-9  # of two values together, below which they have no correlation
 
 
 class Metrics:
@@ -62,6 +64,11 @@ class Metrics:
         values = values.double()
         mean = values.mean() if values.numel() else 0.0
         self._merge(name, _STD, values.numel(), mean, (values - mean).square().sum())
+
+    def correlation_of(self, name: str, a: Tensor, b: Tensor) -> None:
+        """Report the correlation of two values of each item, given as their deviations from what they are compared
+        with, over the items of all ranks; nothing where one of them is the same everywhere."""
+        self._merge(name, _CORRELATION, (a * b).sum(), a.square().sum(), b.square().sum())
 
     def extremes_of(self, name: str, values: Tensor) -> None:
         """Report the least and the largest element of `values` as NAME_min and NAME_max."""
@@ -147,6 +154,9 @@ def _result(kind: str, value: float, *more: float) -> float | None:
         return math.sqrt(more[1] / (value - 1)) if value > 1 else None
     if kind == _MEAN:
         return value / more[0] if more[0] else None
+    if kind == _CORRELATION:
+        spread = math.sqrt(more[0]) * math.sqrt(more[1])
+        return value / spread if spread > _NO_SPREAD else None
     return value
 
 
@@ -163,7 +173,7 @@ def _merged(name: str, old: _Entry | None, new: _Entry) -> _Entry:
         count, gap = a[0] + b[0], b[1] - a[1]
         share = b[0] / count if count else 0.0
         return (_STD, count, a[1] + gap * share, a[2] + b[2] + gap * gap * a[0] * share)
-    return (kind, a[0] + b[0], a[1] + b[1])
+    return (kind, *(x + y for x, y in zip(a, b)))
 
 
 _of_rank = Metrics()

@@ -128,6 +128,7 @@ def test_an_empty_question_is_passed_over_and_counted(tmp_path, capsys):
     ("{same.jsonl: 0.123456789, other.jsonl: 1}", "meet only every 1,123,456,789 prompts; 100,000 is the most"),
     ("{same.jsonl: -1, other.jsonl: 1}", "`data.train.same.jsonl` must be greater than 0, not -1"),
     ("{same.jsonl: 1, less.jsonl: 1}", "there is no data `less.jsonl`"),
+    ("{$HOME/some.jsonl: 1}", "Variables of the environment are not read in a file."),
     ("{same.jsonl: 1, wrong.jsonl: 1}", "wrong.jsonl:1: the record has no field `answer`"),
 ])
 def test_several_training_sets(tmp_path, monkeypatch, capsys, sets, said):

@@ -42,6 +42,14 @@ def test_an_alias_may_stand_twice_but_not_in_itself():
     assert "inside what it stands for" in parse("a: &x [*x]\n", "file").mistakes[0].what
 
 
+def test_a_merge_key_takes_what_does_not_stand_there():
+    source = parse("a: &a {x: 1, y: 2}\nb: &b {y: 3, <<: *a}\nc: {<<: [*b, *a], z: 4}\nd: {'<<': 5}\n", "file.yaml")
+    assert source.data == {"a": {"x": 1, "y": 2}, "b": {"y": 3, "x": 1}, "c": {"z": 4, "y": 3, "x": 1}, "d": {"<<": 5}}
+    assert (source.mistakes, source.location(("b", "x")).line) == ([], 1)
+    assert "no mapping" in parse("a: &a {<<: *a}\n", "file").mistakes[0].what
+    assert "no mapping" in parse("a: {<<: 3}\n", "file").mistakes[0].what
+
+
 @pytest.mark.parametrize("value", [
     "1e5", "5569858060e51287", "12", "007", ".5", "5.", "1_0", ".inf", "true", "yes", "null", "~", "", "x: y", "é\n",
     1e-6, 1.5, 10**18, float("inf"), True, None])

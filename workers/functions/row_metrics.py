@@ -34,8 +34,7 @@ def report_rows(buffer: Databuffer) -> None:
             _report_parts(rewards.double(), group, columns.get("reward_parts"))
         preference = columns.get("preference")
         if isinstance(preference, Tensor) and isinstance(responses, Ragged):
-            current().mean("preference/length_correlation",
-                           *_correlation(preference.double(), responses.lengths.double(), group))
+            _report_correlation("preference/length_correlation", preference.double(), responses.lengths.double(), group)
         if "completions" in columns and "answers" in columns:
             _report_right(columns, group, rewards)
         if isinstance(responses, Ragged) and isinstance(responses.values, Tensor):
@@ -50,23 +49,19 @@ def _report_rewards(rewards_B: Tensor, group: Tensor, responses: ColumnData | No
                     advantages: ColumnData | None) -> None:
     """Report how rewards go with lengths and with advantages, among the rows of a prompt."""
     if isinstance(responses, Ragged) and len(responses) == len(group):
-        current().mean("reward/length_correlation", *_correlation(rewards_B, responses.lengths.double(), group))
+        _report_correlation("reward/length_correlation", rewards_B, responses.lengths.double(), group)
     place_B = torch.arange(len(group), dtype=torch.float64)
-    current().mean("reward/place_correlation", *_correlation(rewards_B, place_B, group))
+    _report_correlation("reward/place_correlation", rewards_B, place_B, group)
     of_rows_B = _of_rows(advantages)
     if of_rows_B is not None and len(of_rows_B) == len(group):
-        current().mean("advantages/reward_correlation", *_correlation(rewards_B, of_rows_B, group))
+        _report_correlation("advantages/reward_correlation", rewards_B, of_rows_B, group)
     if isinstance(advantages, Tensor) and len(advantages) == len(group):  # those of tokens may be centred otherwise
         _report_baseline(advantages.double(), group)
 
 
-def _correlation(a_B: Tensor, b_B: Tensor, group: Tensor) -> tuple[Tensor, int]:
-    """Return the correlation of two values of each row among the rows of a prompt, times the rows, and their number: 0
-    if one of the values is the same in all rows of each prompt."""
-    a_B, b_B = _centred(a_B, group), _centred(b_B, group)
-    spread = (a_B.square().sum() * b_B.square().sum()).sqrt()
-    rows = len(group) if spread > 1e-9 else 0
-    return (a_B * b_B).sum() / spread.clamp(min=1e-9) * rows, rows
+def _report_correlation(name: str, a_B: Tensor, b_B: Tensor, group: Tensor) -> None:
+    """Report how two values of each row go together among the rows of a prompt."""
+    current().correlation_of(name, _centred(a_B, group), _centred(b_B, group))
 
 
 def _report_parts(rewards_B: Tensor, group: Tensor, parts: ColumnData | None) -> None:
@@ -75,7 +70,7 @@ def _report_parts(rewards_B: Tensor, group: Tensor, parts: ColumnData | None) ->
     for part in values[0] if values and len(values[0]) > 1 else ():
         if all(isinstance(row.get(part), float | int) for row in values):
             part_B = rewards_B.new_tensor([row[part] for row in values])
-            current().mean(f"reward/correlation/{part}", *_correlation(rewards_B, part_B, group))
+            _report_correlation(f"reward/correlation/{part}", rewards_B, part_B, group)
 
 
 def _report_right(columns: dict[str, ColumnData], group: Tensor, rewards: ColumnData | None) -> None:
@@ -102,7 +97,7 @@ def _report_right(columns: dict[str, ColumnData], group: Tensor, rewards: Column
     if not marked_B.all():
         return
     if isinstance(rewards, Tensor):
-        current().mean("reward/answer_correlation", *_correlation(rewards.double(), right_B, group))
+        _report_correlation("reward/answer_correlation", rewards.double(), right_B, group)
     preference = columns.get("preference")
     if isinstance(preference, Tensor):
         _, index = torch.unique(group, return_inverse=True)
@@ -115,7 +110,7 @@ def _report_baseline(advantages_B: Tensor, group: Tensor) -> None:
     total = advantages_B.square().sum()
     if total > 1e-9:
         within = _centred(advantages_B, group).square().sum()
-        current().mean("advantages/of_prompts", (1 - within / total) * len(group), len(group))
+        current().mean("advantages/of_prompts", total - within, total)
 
 
 def _of_rows(advantages: ColumnData | None) -> Tensor | None:

@@ -7,7 +7,6 @@ and the blame for its end are those of environments (`workers.isolation.env_pool
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import threading
@@ -15,6 +14,7 @@ from typing import IO
 
 from distflow.contracts.decorators import Turn, environment
 from distflow.telemetry.processes import kill_descendants
+from workers.isolation.rewards_worker import LARGEST
 
 _TAIL = 4000  # bytes that are kept of what a command prints, counted from its end
 _SHOWN = 300  # characters of it in the reason of a failure
@@ -69,7 +69,7 @@ def _reward(printed: str) -> float:
     try:
         found = json.loads(last)
         reward = float(found["reward"])
-        if math.isfinite(reward):
+        if abs(reward) <= LARGEST:
             return reward
     except (ValueError, TypeError, LookupError, RecursionError):
         pass

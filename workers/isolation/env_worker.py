@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ import xxhash
 from distflow.contracts.decorators import Turn
 from distflow.contracts.environments import load_environment
 from workers.isolation.child import Answer, Handler, Message, packed
+from workers.isolation.rewards_worker import LARGEST
 from workers.isolation.user_code import guarded
 
 _MAX_STATE = 256 << 10  # bytes of a snapshot; of a larger one nothing is kept, and steps are repeated instead
@@ -99,7 +99,7 @@ def _checked(turn: Any) -> Turn:
     """Return a turn of a user's environment with plain values; its reward may be a number of numpy or torch."""
     reward: Any = turn.reward if isinstance(turn, Turn) else None
     reward = reward.item() if hasattr(reward, "item") else reward
-    if not (isinstance(reward, int | float) and math.isfinite(reward) and isinstance(turn.observation, str)):
+    if not (isinstance(reward, int | float) and abs(reward) <= LARGEST and isinstance(turn.observation, str)):
         raise TypeError(f"`step` returned {turn!r:.200}; it must return Turn(observation: str, done: bool, reward: a "
                         "finite number)")
     return Turn(_utf8(turn.observation), bool(turn.done), float(reward))

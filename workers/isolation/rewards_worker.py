@@ -33,7 +33,7 @@ from workers.isolation.user_code import guarded
 _BURST, _REFILL = 20, 30.0  # lines that a reward may print at once, and seconds until it may print one more
 _LONGEST_LINE = 1000  # characters
 _TRACE = 4000  # characters of a traceback that are sent, counted from its end
-_LARGEST = 3.4028234663852886e38  # the largest float32, the type of rewards
+LARGEST = 3.4028234663852886e38  # the largest float32, the type of rewards
 NO_VALUE = "returned None, not a finite number"
 """Reason of a failure; among several rewards None means that this one is not for the sample, as TRL has it."""
 Function = Callable[..., Any]
@@ -246,6 +246,6 @@ def _number(value: Any) -> float:
         number = None
     if value is None:
         raise CallFailure(NO_VALUE)
-    if number is None or not abs(number) <= _LARGEST:
+    if number is None or not abs(number) <= LARGEST:
         raise CallFailure(f"returned {repr(value)[:200]}, not a finite number")
     return number

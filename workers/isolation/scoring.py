@@ -18,7 +18,7 @@ from distflow.errors import Diagnostic, InvalidInput, RewardsFailed, did_you_mea
 from distflow.telemetry.metrics import Metrics, recording
 from distflow.telemetry.tracebacks import users_line, users_part
 from workers.isolation.rewards_pool import FailedSample, Job, RewardPool
-from workers.isolation.rewards_worker import NO_VALUE, call_in_rank
+from workers.isolation.rewards_worker import LARGEST, NO_VALUE, call_in_rank
 from workers.isolation.user_code import FailureStreak
 
 Columns = dict[str, Sequence[Any]]
@@ -267,5 +267,9 @@ def _combine(terms: list[tuple[Term, ...]], call_of: dict[KeyPath, int], results
                 scores.rewards[row] += term.weight * found
                 scores.of_term.setdefault(term.name, []).append(found)
                 scores.parts[row][term.name] = found
+        if scores.keep[row] and not abs(scores.rewards[row]) <= LARGEST:
+            scores.keep[row] = False
+            failed = FailedSample("adds up, with its weight and the others, to more than a float32 holds")
+            scores.failures.append((own[0].name, row, failed))
         scores.rewards[row] *= scores.keep[row]
     return scores

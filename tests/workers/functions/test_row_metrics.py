@@ -121,6 +121,29 @@ def test_prompts_that_are_twice_in_a_step_or_hold_their_answer():
     assert "prompt/same_answer" not in alone, "one prompt is like no other"
 
 
+def test_correlations_do_not_depend_on_the_number_of_ranks():
+    """Groups of unlike spread, so that means of ranks would differ."""
+    generator = torch.Generator().manual_seed(0)
+    group = torch.arange(6).repeat_interleave(4)
+    rewards = torch.randn(24, generator=generator) * (1 + 9 * group)
+    columns = {"group": group, "rewards": rewards, "advantages": rewards + torch.randn(24, generator=generator) + group}
+    rows = [torch.ones(int(count), dtype=torch.int64) for count in torch.randint(1, 9, (24,), generator=generator)]
+    found = []
+    for ranks in (1, 2, 3, 6):
+        metrics, parts = Metrics(), []
+        for rank in range(ranks):
+            mine = group % ranks == rank
+            own = Metrics()
+            with recording(own):
+                report_rows(Rows(**{name: column[mine] for name, column in columns.items()}, responses=Ragged.from_rows(
+                    [row for row, here in zip(rows, mine) if here])))
+            parts.append(own.take())
+        found.append(metrics.collect(lambda _, parts=parts: parts))
+    for name in ("reward/place_correlation", "reward/length_correlation", "advantages/reward_correlation",
+                 "advantages/of_prompts"):
+        assert [each[name] for each in found] == pytest.approx([found[0][name]] * 4, abs=1e-9), name
+
+
 def test_rows_without_groups_report_nothing():
     assert reported(rewards=REWARDS) == {}
 

@@ -139,6 +139,13 @@ def test_a_reward_that_returns_none_is_for_other_samples(score):
     assert score({"of_two": 1.0, "size": 0.0}, completions=["a"]).keep == [False], "what is watched alone pays nothing"
 
 
+def test_a_row_whose_rewards_add_up_to_more_than_a_float32_is_left_out(score):
+    scores = score({"number": 10.0, "size": 1.0}, completions=["3e38", "-3e38", "1"])
+    assert scores.keep == [False, False, True]
+    assert scores.rewards == [0.0, 0.0, 11.0]
+    assert "adds up, with its weight" in scores.failures[0][2].reason
+
+
 def test_a_row_of_which_one_reward_fails_is_left_out(score):
     scores = score({"number": 1.0, "size": 1.0}, completions=["1", "many", "inf", "2"])
     assert scores.keep == [True, False, False, True]
