@@ -87,7 +87,7 @@ def _questions_are_not_in_answers(records: FirstRecords) -> Iterator[FailedProof
                                   kind="question_in_answer")
     whole = {question for question in asked if len(question) >= _WHOLE}
     joined = [index for index, texts in enumerate(said)
-              if any(question in text for text in texts for question in whole - {asked[index]})]
+              if any(text.strip().find(question) > 0 for text in texts for question in whole - {asked[index]})]
     if 2 * len(joined) > len(records):
         yield from records.failed(joined, " has an answer that goes on with another record's question, as joined texts "
                                   "do", "Write each question and its answer as a record of its own.",

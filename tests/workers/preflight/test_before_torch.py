@@ -14,6 +14,7 @@ def reward(body: str, name: str = "mine", arguments: str = "completion: str, ans
 
 PROGRAMS = [{"question": f"Write f that adds {a + 2}.", "answer": f"```python\ndef f(x): return x + {a + 2}\n```",
              "tests": f"assert f(1) == {a + 3}"} for a in range(3)]
+TRANSLATED = "The house is number {}.", "La maison est au {}."
 MINE = partial(Task, SUMS, "mine:paid")
 
 
@@ -113,6 +114,10 @@ GOOD = {
                                  for a in range(2, 14)], "math"),
     "passages that are shown": Task([{"context": f"{a} is even.", "question": f"{a} is even. Is it?", "answer": "yes"}
                                      for a in range(12)] + [{"context": " ", "question": "3?", "answer": "no"}]),
+    "translations both ways": Task([{"question": turn.format(a), "answer": back.format(a)} for a in range(12)
+                                    for turn, back in (TRANSLATED, TRANSLATED[::-1])], dag="sft"),
+    "a talk in records": Task([{"question": f"Line {a} of a talk.", "answer": f"Line {a + 1} of a talk."}
+                               for a in range(12)], dag="sft"),
     "scored pairs": Task([{**each, "score_chosen": 7, "score_rejected": 5.0} for each in PAIRS], dag="dpo",
                          data={"columns": ["chosen", "rejected"]}),
     "choices that are shown": Task([{"question": f"{a} + 3?\nA) three\nB) four\nC) five\n", "choices": [
