@@ -58,13 +58,12 @@ def test_killing_a_consumer_loses_nothing_and_trains_nothing_twice(children, tok
         dock.configure((Consumer("update", ("tokens",)),))
         dock.put(tokens(range(ROWS)))
         workers = [consumer(address, token, journal) for _ in range(2)]
-        for worker in workers[:1]:
-            seen = len(journal.read_text().splitlines())
-            while len(journal.read_text().splitlines()) < seen + 3:
-                time.sleep(0.002)
-            time.sleep(random.random() * 0.01)
-            worker.kill()
-            worker.wait()
+        while len(journal.read_text().splitlines()) < 3:
+            assert any(worker.poll() is None for worker in workers)
+            time.sleep(0.002)
+        time.sleep(random.random() * 0.01)
+        workers[0].kill()
+        workers[0].wait()
         assert workers[1].wait(timeout=60) == 0
         committed = dock.status()[0]["indexes"]["update"]["committed"]
         with pytest.raises(TimedOut):
