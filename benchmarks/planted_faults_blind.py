@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math as numbers
 import random
 import re
@@ -193,7 +194,8 @@ _BENT = set[int]()
 
 @node(type="MODEL_TRAIN")
 def bend_optimizer(engine: RoleEngines, rewards: Tensor, *, fault: str, first: int, rows: int) -> None:
-    """Raise Adam's epsilon above all gradients (`epsilon`), or keep the gradients of all steps before (`kept`)."""
+    """Raise Adam's epsilon above all gradients (`epsilon`), keep the gradients of all steps before (`kept`), or make
+    one of eight of the optimizer's steps, as a loss scaler does that finds overflows in the others (`skipped`)."""
     trainer = engine.engine
     assert isinstance(trainer, FSDPEngine)
     if not trainer.optimizer or id(engine) in _BENT:
@@ -201,6 +203,9 @@ def bend_optimizer(engine: RoleEngines, rewards: Tensor, *, fault: str, first: i
     _BENT.add(id(engine))
     if fault == "kept":
         vars(trainer)["zero_grad"] = lambda: None
+    elif fault == "skipped":
+        step, numbers_of_steps = trainer.optimizer.step, itertools.count(1)
+        vars(trainer.optimizer)["step"] = lambda *given: None if next(numbers_of_steps) % 8 else step(*given)
     else:
         for group in trainer.optimizer.param_groups:
             group["eps"] = 1.0
@@ -242,36 +247,6 @@ class Lags(Calculator):
             return turn
         said, self.before = self.before, turn.observation
         return Turn(said)
-
-
-@environment
-class Budget(Calculator):
-    """A calculator that answers 600 calls, of all conversations together, and no more."""
-
-    left = 600
-
-    def step(self, text: str) -> Turn:
-        turn = super().step(text)
-        if not turn.done:
-            Budget.left -= 1
-        return turn if turn.done or Budget.left >= 0 else Turn("the budget is used up")
-
-
-@node(type="MODEL_TRAIN")
-def skip_updates(engine: RoleEngines, rewards: Tensor, *, fault: str, first: int, rows: int) -> None:
-    """Make one of eight of the optimizer's steps, as a loss scaler does that finds overflows in the others."""
-    trainer = engine.engine
-    assert isinstance(trainer, FSDPEngine)
-    if not trainer.optimizer or id(engine) in _BENT:
-        return
-    _BENT.add(id(engine))
-    step, count = trainer.optimizer.step, [0]
-
-    def sometimes(*given: object, **named: object) -> object:
-        count[0] += 1
-        return step(*given, **named) if count[0] % 8 == 0 else None
-
-    vars(trainer.optimizer)["step"] = sometimes
 
 
 @reward

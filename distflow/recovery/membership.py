@@ -25,7 +25,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -172,11 +172,11 @@ class Membership:
         blocks = range(self.most)
         return {block: name for block, (name, _, _) in zip(blocks, self.signs_of_life(round, blocks)) if name}
 
-    def heirs(self, block: int) -> list[int]:
-        """Return the blocks of which the first one with a living machine takes over another one, which trains, when
+    def heirs(self, block: int) -> Iterator[int]:
+        """Yield the blocks of which the first one with a living machine takes over another one, which trains, when
         that is lost."""
         count = self.most - self.vital
-        return [self.vital + (block + step) % count for step in range(count)]
+        return (self.vital + (block + step) % count for step in range(count))
 
     def take_over(self, round: int, block: int, lost: str, mine: int) -> None:
         """Take the block of a lost machine. This machine's own is left to another when it calls `vacate`."""
@@ -364,8 +364,9 @@ def _report_losses(membership: Membership, rendezvous: Rendezvous, silences: dic
     first, blocks = rendezvous.block == 0, rendezvous.blocks
     ring = [(rendezvous.block + step) % blocks for step in range(1, blocks + (rendezvous.block == _NO_BLOCK))]
     width = max(1, len(ring)) if first else _WATCHED
-    inherits = [block for block in range(membership.vital) if rendezvous.block in membership.heirs(block)[:2]]
-    inherits += {membership.heirs(block)[0] for block in inherits} - {rendezvous.block}
+    inherits = [block for block in range(membership.vital)
+                if rendezvous.block in itertools.islice(membership.heirs(block), 2)]
+    inherits += {next(membership.heirs(block)) for block in inherits} - {rendezvous.block}
     for near in (inherits, *(ring[at : at + width] for at in range(0, len(ring), width))):
         lives = False
         for block, (name, left, heartbeat) in zip(near, membership.signs_of_life(rendezvous.number, near)):

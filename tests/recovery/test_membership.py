@@ -111,7 +111,7 @@ def test_the_next_one_takes_the_place_if_the_first_heir_is_silent_too(store, poo
     """Neither of the two that are left can know which was lost first."""
     machines = [machine(store, f"run host-{name} 7 7", most=4, silence=1.0) for name in "abcd"]
     by_block = {round.block: each for round, each in zip(joined(pool, *machines), machines)}
-    assert by_block[0].heirs(0) == [1, 2, 3]
+    assert [*by_block[0].heirs(0)] == [1, 2, 3]
     silences = {block: {other: Silence(0.5) for other in range(4)} for block in (2, 3)}
     until = time.monotonic() + 30
     for count in itertools.count():
